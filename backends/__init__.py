@@ -1,0 +1,65 @@
+"""Backends, one room per machine. All import on a machine that has neither device nor DSL.
+
+A lane is where an attention call runs: "cpu", "cuda", "npu" or "npu-sim" (the Ascend kernel in the CPU simulator).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Optional, Protocol
+
+import torch
+
+from fa_multi.roles import Roles
+from fa_multi.spec import AttentionSpec
+from fa_multi.tiles import Program
+
+# launch(q, k, v, out, lse): q, k, v, out viewed as (batch, seq, heads, dim) with a unit last stride; lse, if wanted,
+# (batch, heads, seq_q) float32. All sizes are at least 1.
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A spec on its way to a device. `program`: the tile program; `roles`: its roles and channels; `source`: the kernel
+    text that runs; `form`: which form of the backend it is ("program", "roles", "portable", "cores")."""
+
+    program: Program
+    roles: Roles
+    source: str
+    form: str
+
+
+class Backend(Protocol):
+    """What every lane offers. All but `prepare` work on any machine."""
+
+    name: str
+
+    def supports(self, spec: AttentionSpec, arch: str | None = None) -> str | None:
+        """None, or in one line why this lane has no kernel for the spec."""
+
+    def unavailable(self) -> str | None:
+        """None, or in one line why this machine cannot run the lane, with the remedy."""
+
+    def lower(self, spec: AttentionSpec, arch: str | None = None) -> Lowered:
+        """Program, roles and kernel text for an architecture (the lane's default if None)."""
+
+    def prepare(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
+        """A launcher for tensors of these sizes, strides and alignment; compiles or loads what it needs."""
+
+
+LANES = {
+    "cpu": ("fa_multi.backends.cpu", "backend"),
+    "cuda": ("fa_multi.backends.cuda", "backend"),
+    "npu": ("fa_multi.backends.ascend", "device"),
+    "npu-sim": ("fa_multi.backends.ascend", "simulated"),
+}
+
+
+def get(lane: str) -> Backend:
+    """The backend of a lane; KeyError names an unknown one."""
+    module, attribute = LANES[lane]
+    backend: Backend = getattr(importlib.import_module(module), attribute)
+    return backend

@@ -1,0 +1,1 @@
+"""The operators, each one tile program built from a spec and a plan."""

@@ -1,0 +1,52 @@
+"""The matrix on every lane, against the fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fa_multi
+from tests.matrix import CASES, DTYPES, Case, verdicts
+
+LANES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("npu-sim", id="npu-sim", marks=pytest.mark.sim),
+    pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
+    pytest.param("npu", id="npu", marks=pytest.mark.npu),
+]
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_case(case: Case, lane: str) -> None:
+    q, k, v = case.inputs()
+    reason = fa_multi.supports(q, k, v, device=lane, return_lse=True, **case.kwargs())
+    if reason is not None:
+        assert reason == EXPECTED_REFUSALS[lane](case), f"{lane} refuses {case.name}: {reason}"
+        with pytest.raises((ValueError, TypeError)):
+            fa_multi.attention(q, k, v, device=lane, return_lse=True, **case.kwargs())
+        return
+    assert EXPECTED_REFUSALS[lane](case) is None, f"{lane} should refuse {case.name}"
+    out, lse = fa_multi.attention(q, k, v, device=lane, return_lse=True, **case.kwargs())
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert out.dtype == DTYPES[case.dtype]
+    assert out.is_contiguous()
+    for name, verdict in zip(("out", "lse"), verdicts(case, q, k, v, out, lse)):
+        assert verdict.ok, f"{name}: {verdict}"
+    alone = fa_multi.attention(q, k, v, device=lane, **case.kwargs())
+    assert torch.equal(out, alone), "out depends on return_lse"
+
+
+def _cuda_refusal(case: Case) -> str | None:
+    return "q must be float16 or bfloat16 on cuda, got float32: float32 runs on the cpu lane" if case.dtype == "fp32" else None
+
+
+def _ascend_refusal(case: Case) -> str | None:
+    return None
+
+
+EXPECTED_REFUSALS = {"cpu": lambda case: None, "cuda": _cuda_refusal, "npu-sim": _ascend_refusal, "npu": _ascend_refusal}
+
+
+def test_matrix_names_are_unique() -> None:
+    assert len({c.name for c in CASES}) == len(CASES)
