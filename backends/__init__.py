@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from fa_multi.tiles import Program
 
 # launch(q, k, v, out, lse): q, k, v, out viewed as (batch, seq, heads, dim) with a unit last stride; lse, if wanted,
 # (batch, heads, seq_q) float32. All sizes are at least 1.
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor]], None]
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def attention(
     """
     if torch.is_grad_enabled():
         _refuse_grad(q, k, v)
+    key: tuple[Any, ...] | None
     try:
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
@@ -161,7 +162,9 @@ class _Call:
         out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=self.target)
         lse = None
         if self.spec.return_lse:
-            batch, heads, rows = (q.shape[0], q.shape[1], q.shape[2]) if self.bhsd else (q.shape[0], q.shape[2], q.shape[1])
+            batch, heads, rows = (
+                (q.shape[0], q.shape[1], q.shape[2]) if self.bhsd else (q.shape[0], q.shape[2], q.shape[1])
+            )
             lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=self.target)
         if self.launch is None:
             out.zero_()

@@ -51,8 +51,12 @@ def check(roles: Roles, limits: SignalLimits | None = None, tasks: Sequence[Sequ
 
 def _task_sequences(roles: Roles) -> list[tuple[int, ...]]:
     deepest = max([c.depth for c in roles.channels] + [roles.plan.skew, 1])
-    single = [(n,) for n in range(2 * deepest + 3)]
-    return [*single, (1, 0, 2, 0, 0, deepest + 1, 1), (deepest, 2 * deepest + 1, 3, 1, 1, 1)] if roles.plan.cores else single
+    single: list[tuple[int, ...]] = [(n,) for n in range(2 * deepest + 3)]
+    return (
+        [*single, (1, 0, 2, 0, 0, deepest + 1, 1), (deepest, 2 * deepest + 1, 3, 1, 1, 1)]
+        if roles.plan.cores
+        else single
+    )
 
 
 def _check_signals(roles: Roles, limits: SignalLimits | None) -> None:
@@ -60,7 +64,9 @@ def _check_signals(roles: Roles, limits: SignalLimits | None) -> None:
         return
     needed = 2 * len(roles.channels)
     if needed > limits.ids:
-        raise RoleError("flags", f"{len(roles.channels)} channels need {needed} signal ids, the device has {limits.ids}")
+        raise RoleError(
+            "flags", f"{len(roles.channels)} channels need {needed} signal ids, the device has {limits.ids}"
+        )
     for c in roles.channels:
         if c.depth // c.signal_interval > limits.outstanding:
             raise RoleError(
@@ -80,9 +86,7 @@ class _Slot:
 class _Run:
     """One sequence of tasks, roles scheduled greedily in a given order of preference."""
 
-    def __init__(
-        self, roles: Roles, trips: Sequence[int], order: Iterable[str], limits: SignalLimits | None
-    ) -> None:
+    def __init__(self, roles: Roles, trips: Sequence[int], order: Iterable[str], limits: SignalLimits | None) -> None:
         self.trips, self.limits = trips, limits
         self.programs = {name: roles.role(name) for name in order}
         self.clocks: dict[str, Clock] = {name: dict.fromkeys(self.programs, 0) for name in self.programs}
@@ -201,7 +205,7 @@ class _Run:
         self, role: str, step: Op, trip: int, private: dict[tuple[Tile, int], int], rings: Mapping[Tile, int]
     ) -> None:
         """A tile handed from one stage to a later one must still hold the value of its own trip."""
-        handed = {t: n for t, n in rings.items()} or {t: 1 for t in self.handed_over(role)}
+        handed = dict(rings) or dict.fromkeys(self.handed_over(role), 1)
         for tile in step.reads:
             if tile in handed and tile not in step.writes:
                 found = private.get((tile, trip % handed[tile]))
@@ -274,5 +278,3 @@ def _unroll(op: Op, task: int, trips: int) -> Iterable[tuple[Op, int, int]]:
             yield from ((step, trips - 1, trips) for step in op.epilogue)
     else:
         yield op, task, task + 1
-
-

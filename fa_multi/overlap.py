@@ -62,9 +62,7 @@ def _overlap_loop(loop: StagedLoop) -> OverlappedLoop:
     _check_lifetimes(early, late, steady)
     prologue = _with_waits([Timed(op, 0) for op in early], [])
     epilogue = _with_waits([Timed(op, 0) for op in late[:issue]], [Timed(op, 0) for op in late[issue:]])
-    return OverlappedLoop(
-        loop.var, loop.trips, _steps(prologue), tuple(steady), _steps(epilogue), loop.phases
-    )
+    return OverlappedLoop(loop.var, loop.trips, _steps(prologue), tuple(steady), _steps(epilogue), loop.phases)
 
 
 def _steps(timed: Iterable[Timed]) -> tuple[Op, ...]:
@@ -108,7 +106,7 @@ def _with_waits(steps: Sequence[Timed], after_last: Sequence[Timed]) -> list[Tim
 
 
 def _check_lifetimes(early: Sequence[Op], late: Sequence[Op], steady: Sequence[Timed]) -> None:
-    """A value that trip t makes for its late half must be read before trip t + 1 overwrites it, since it has one slot."""
+    """What trip t makes for its late half has one slot, so it must be read before trip t + 1 overwrites it."""
     handed_over = {t for op in early for t in op.writes} & {t for op in late for t in op.reads}
     for tile in handed_over:
         readers = [i for i, t in enumerate(steady) if t.ahead == 0 and tile in t.step.reads]

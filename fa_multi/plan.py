@@ -1,10 +1,10 @@
-"""How a program is cut into tiles and overlapped: numbers a backend chooses, and nothing that changes a result's meaning."""
+"""How a program is cut into tiles and overlapped: numbers a backend chooses, none of which changes what is computed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Mapping
 
 
 @dataclass(frozen=True)

@@ -208,9 +208,7 @@ def _split_foreign_accumulators(ops: Sequence[Op], role_of: Callable[[Op], str])
     return tuple(new for op in ops for new in rewrite(op))
 
 
-def _channels(
-    body: Sequence[Op], plan: Plan, role_of: Callable[[Op], str], memory: str
-) -> tuple[Channel, ...]:
+def _channels(body: Sequence[Op], plan: Plan, role_of: Callable[[Op], str], memory: str) -> tuple[Channel, ...]:
     in_loop = {t for op in body if isinstance(op, Loop) for inner in op.body for t in inner.writes}
     producer: dict[Tile, str] = {}
     readers: dict[Tile, set[str]] = {}
@@ -225,7 +223,9 @@ def _channels(
         if not consumers:
             continue
         if len(consumers) > 1 or source in readers[tile]:
-            raise ValueError(f"tile {tile} of role {source} is read by {sorted(readers[tile])}; a channel joins two roles")
+            raise ValueError(
+                f"tile {tile} of role {source} is read by {sorted(readers[tile])}; a channel joins two roles"
+            )
         depth = plan.depth.get(tile.name, 1)
         per_trip = tile in in_loop
         interval = plan.signal_interval if per_trip else 1

@@ -138,14 +138,14 @@ def _binary(op: str, a: IntLike, b: IntLike) -> Scalar:
     a, b = scalar(a), scalar(b)
     if isinstance(a, Const) and isinstance(b, Const):
         return Const(_FUNCTIONS[op](a.value, b.value))
-    if b == Const(0) and op in ("+", "-") or b == Const(1) and op in ("*", "//", "ceildiv"):
+    if (b == Const(0) and op in ("+", "-")) or (b == Const(1) and op in ("*", "//", "ceildiv")):
         return a
-    if a == Const(0) and op == "+" or a == Const(1) and op == "*":
+    if (a == Const(0) and op == "+") or (a == Const(1) and op == "*"):
         return b
     if a == b and op in ("min", "max"):
         return a
-    if isinstance(b, Const) and op in ("+", "-") and isinstance(a, Binary) and a.op in ("+", "-"):
-        if isinstance(a.b, Const):  # (x + c) + d -> x + (c + d), so that printed bounds stay short
+    if op in ("+", "-") and isinstance(b, Const) and isinstance(a, Binary) and a.op in ("+", "-"):
+        if isinstance(a.b, Const):  # (x + c) + d -> x + (c + d): printed bounds stay short
             total = (a.b.value if a.op == "+" else -a.b.value) + (b.value if op == "+" else -b.value)
             return _binary("+", a.a, total) if total >= 0 else _binary("-", a.a, -total)
     return Binary(op, a, b)

@@ -126,7 +126,7 @@ class Func(Expr):
 
 @dataclass(frozen=True)
 class IfPositive(Expr):
-    """`then` where the 1-D tile `test` is > 0, else the number `otherwise`. `then` may be inf or NaN where not chosen."""
+    """`then` where the 1-D tile `test` is > 0, else a number. `then` may be inf or NaN where it is not chosen."""
 
     test: Tile
     then: Expr

@@ -58,7 +58,14 @@ def test_tiles_cover_what_is_visible_and_unmasked_tiles_hide_nothing(sq, sk, lef
 def test_scalar_text_and_value_agree() -> None:
     x, y = Var("x"), Var("y")
     functions = {"min": min, "max": max, "ceildiv": lambda a, b: -(-a // b)}
-    for e in (x - (y - 3), (x + 1) * 2 - y, (x + y) // 3 * 2, maximum(minimum(x, y), 0), ceildiv(x + 5, 4) - 1, x + 3 - 3):
+    for e in (
+        x - (y - 3),
+        (x + 1) * 2 - y,
+        (x + y) // 3 * 2,
+        maximum(minimum(x, y), 0),
+        ceildiv(x + 5, 4) - 1,
+        x + 3 - 3,
+    ):
         for a in (0, 1, 7):
             for b in (0, 2, 9):
                 assert eval(str(e), {"x": a, "y": b, **functions}) == e.eval({"x": a, "y": b})

@@ -38,14 +38,23 @@ def test_case(case: Case, lane: str) -> None:
 
 
 def _cuda_refusal(case: Case) -> str | None:
-    return "q must be float16 or bfloat16 on cuda, got float32: float32 runs on the cpu lane" if case.dtype == "fp32" else None
+    return (
+        "q must be float16 or bfloat16 on cuda, got float32: float32 runs on the cpu lane"
+        if case.dtype == "fp32"
+        else None
+    )
 
 
 def _ascend_refusal(case: Case) -> str | None:
     return None
 
 
-EXPECTED_REFUSALS = {"cpu": lambda case: None, "cuda": _cuda_refusal, "npu-sim": _ascend_refusal, "npu": _ascend_refusal}
+EXPECTED_REFUSALS = {
+    "cpu": lambda case: None,
+    "cuda": _cuda_refusal,
+    "npu-sim": _ascend_refusal,
+    "npu": _ascend_refusal,
+}
 
 
 def test_matrix_names_are_unique() -> None:

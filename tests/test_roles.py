@@ -225,7 +225,9 @@ def test_too_few_flag_ids() -> None:
 
 
 def test_a_signal_set_twice_is_unbalanced() -> None:
-    twice = edited(ascend(**WIDE), "vector", lambda ops: [x for o in ops for x in ([o, o] if is_step(Release, "s")(o) else [o])])
+    twice = edited(
+        ascend(**WIDE), "vector", lambda ops: [x for o in ops for x in ([o, o] if is_step(Release, "s")(o) else [o])]
+    )
     with pytest.raises(RoleError) as error:
         check(twice, None, tasks=[(1,)])
     assert error.value.kind == "unbalanced"

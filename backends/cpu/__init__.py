@@ -14,6 +14,7 @@ from .interpreter import execute
 
 # A score tile of this many elements, over all tasks in flight, stays in the second-level cache.
 TILE_ELEMENTS = 1 << 20
+BLOCK_M, BLOCK_N = 256, 512
 
 
 class CpuBackend:
@@ -28,7 +29,7 @@ class CpuBackend:
         return None
 
     def plan(self, spec: AttentionSpec, arch: str | None = None) -> Plan:
-        return self._plan(spec, 256, 512)
+        return self._plan(spec, BLOCK_M, BLOCK_N)
 
     def _plan(self, spec: AttentionSpec, block_m: int, block_n: int) -> Plan:
         return Plan(block_m, block_n, spec.head_dim, spec.head_dim_v)
@@ -40,7 +41,7 @@ class CpuBackend:
 
     def prepare(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
         # Nothing is compiled here, so tiles need not be larger than the problem.
-        program = forward(spec, self._plan(spec, _fit(q.shape[1], 256), _fit(k.shape[1], 512)))
+        program = forward(spec, self._plan(spec, min(q.shape[1], BLOCK_M), min(k.shape[1], BLOCK_N)))
 
         def launch(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
@@ -58,11 +59,6 @@ class CpuBackend:
             execute(program, sizes, tensors, TILE_ELEMENTS)
 
         return launch
-
-
-def _fit(length: int, block: int) -> int:
-    """`block`, or less where the whole length fits in a smaller multiple of 16."""
-    return min(block, -(-length // 16) * 16)
 
 
 backend = CpuBackend()

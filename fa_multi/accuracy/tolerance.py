@@ -55,10 +55,10 @@ def judge(result: torch.Tensor, golden: torch.Tensor, naive: torch.Tensor) -> Ve
     max_abs, limit_abs = float(error.abs().max()), float(2 * yardstick.abs().max() + step * top)
     scale = float(norm) or 1.0
     rel, limit_rel = float(error.norm()) / scale, 2 * float(yardstick.norm()) / scale + step
-    problem = None
+    failed = None
     if max_abs > limit_abs:
         where = tuple((x - ref).abs().argmax().reshape(1).tolist())
-        problem = f"max abs error {max_abs:.3e} above {limit_abs:.3e} (finite element {where[0]})"
+        failed = f"max abs error {max_abs:.3e} above {limit_abs:.3e} (finite element {where[0]})"
     elif rel > limit_rel:
-        problem = f"relative L2 error {rel:.3e} above {limit_rel:.3e}"
-    return Verdict(max_abs, rel, limit_abs, limit_rel, problem)
+        failed = f"relative L2 error {rel:.3e} above {limit_rel:.3e}"
+    return Verdict(max_abs, rel, limit_abs, limit_rel, failed)

@@ -36,7 +36,7 @@ from ..tiles import (
 LOWEST_MAX = -(2.0**100)
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_K = map(Var, ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"))
-B, H, I, J = Var("b"), Var("h"), Var("i"), Var("j")
+B, H, BLOCK, J = Var("b"), Var("h"), Var("i"), Var("j")
 
 
 def forward(spec: AttentionSpec, plan: Plan) -> Program:
@@ -46,7 +46,7 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
     visible = spec.mask.interval(SEQLEN_Q, SEQLEN_K)
     lo, hi, full_lo, full_hi = Var("tile_lo"), Var("tile_hi"), Var("full_lo"), Var("full_hi")
     lets = (
-        (row0, I * m),
+        (row0, BLOCK * m),
         (rows, minimum(SEQLEN_Q - row0, m)),
         (group, HEADS_Q // HEADS_K),
         (hk, H // group),
@@ -78,7 +78,7 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
         value: Expr = Read(m_i) * spec.softmax_scale + log(l_i)
         ops += [Map(lse, IfPositive(l_i, value, float("-inf"))), Store(Access(lse_t, **here), lse)]
     used = (q_t, k_t, v_t, out_t) + ((lse_t,) if spec.return_lse else ())
-    axes = ((B, BATCH), (H, HEADS_Q), (I, ceildiv(SEQLEN_Q, m)))
+    axes = ((B, BATCH), (H, HEADS_Q), (BLOCK, ceildiv(SEQLEN_Q, m)))
     return Program(spec.name(), axes, used, lets, tuple(ops))
 
 
