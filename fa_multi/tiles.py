@@ -102,12 +102,16 @@ class Read(Expr):
 
 @dataclass(frozen=True)
 class Arith(Expr):
+    """`op` is +, -, *, / or max."""
+
     op: str
     a: Expr
     b: Expr
 
     def __str__(self) -> str:
         a, b = str(self.a), str(self.b)
+        if self.op == "max":
+            return f"max({a}, {b})"
         a = f"({a})" if self.op in "*/" and isinstance(self.a, Arith) and self.a.op in "+-" else a
         b = f"({b})" if isinstance(self.b, Arith) and not (self.op == "+" and self.b.op in "+*/") else b
         return f"{a} {self.op} {b}"
@@ -122,18 +126,6 @@ class Func(Expr):
 
     def __str__(self) -> str:
         return f"{self.name}({self.a})"
-
-
-@dataclass(frozen=True)
-class IfPositive(Expr):
-    """`then` where the 1-D tile `test` is > 0, else a number. `then` may be inf or NaN where it is not chosen."""
-
-    test: Tile
-    then: Expr
-    otherwise: float
-
-    def __str__(self) -> str:
-        return f"{self.then} if {self.test} > 0 else {self.otherwise:g}"
 
 
 Operand = Union[Expr, Tile, float, int]
@@ -154,6 +146,10 @@ def log(x: Operand) -> Expr:
     return Func("log", expr(x))
 
 
+def larger(x: Operand, y: Operand) -> Expr:
+    return Arith("max", expr(x), expr(y))
+
+
 def tiles_in(e: Expr) -> tuple[Tile, ...]:
     """Tiles the expression reads, in order of appearance."""
     if isinstance(e, Read):
@@ -162,8 +158,6 @@ def tiles_in(e: Expr) -> tuple[Tile, ...]:
         return tiles_in(e.a) + tiles_in(e.b)
     if isinstance(e, Func):
         return tiles_in(e.a)
-    if isinstance(e, IfPositive):
-        return (e.test, *tiles_in(e.then))
     return ()
 
 

@@ -14,7 +14,6 @@ from fa_multi.tiles import (
     Cast,
     Expr,
     Func,
-    IfPositive,
     Load,
     Loop,
     Map,
@@ -178,14 +177,12 @@ class _Task:
         if isinstance(e, Func):
             a = self.evaluate(e.a, dim, out, dst)
             return _FUNCTIONS[e.name](a, out=out if out is not None and a.shape == out.shape else None)
-        if isinstance(e, IfPositive):
-            then = self.evaluate(e.then, dim, out if dst != e.test else None, dst)
-            test = self.tiles[e.test]
-            return torch.where((test if test.dim() == dim else test.unsqueeze(-1)) > 0, then, e.otherwise)
         assert isinstance(e, Arith)
         in_place = out is not None and dst not in tiles_in(e.b)
         a = self.evaluate(e.a, dim, out if in_place else None, dst)
         b = self.evaluate(e.b, dim, None, dst)
+        if e.op == "max" and isinstance(b, float):
+            return a.clamp(min=b)
         fits = out is not None and isinstance(a, torch.Tensor) and a.shape == out.shape
         return _ARITHMETIC[e.op](a, b, out=out if fits else None)
 
@@ -196,6 +193,7 @@ _ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
     "-": torch.sub,
     "*": torch.mul,
     "/": torch.div,
+    "max": torch.maximum,
 }
 _OPS: dict[type, Callable[[_Task, Any], None]] = {
     Load: _Task.load,

@@ -11,8 +11,6 @@ from ..spec import AttentionSpec
 from ..tiles import (
     Access,
     Cast,
-    Expr,
-    IfPositive,
     Load,
     Loop,
     Map,
@@ -28,12 +26,16 @@ from ..tiles import (
     Tensor,
     Tile,
     exp,
+    larger,
     log,
 )
 
 # The running maximum starts finite, so that no row ever computes inf - inf: a masked score is -inf and its exp is 0
 # whatever the maximum. Scores below this are out of range (products of bf16 values near 1e15).
 LOWEST_MAX = -(2.0**100)
+# A row that saw a key has a sum of at least 1 (its maximum contributes exp(0)); one that saw none has 0, and 0 / this
+# is 0. A NaN is not hidden: it is in the accumulator too.
+SMALLEST_SUM = 2.0**-100
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_K = map(Var, ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"))
 B, H, BLOCK, J = Var("b"), Var("h"), Var("i"), Var("j")
@@ -72,11 +74,10 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
         Loop(J, trips, body, tuple(phases)),
     ]
     out = Tile("out", acc.shape, spec.dtype)
-    ops += [Map(acc, IfPositive(l_i, Read(acc) / l_i, 0.0)), Cast(out, acc), Store(Access(out_t, **here), out)]
+    ops += [Map(acc, Read(acc) / larger(l_i, SMALLEST_SUM)), Cast(out, acc), Store(Access(out_t, **here), out)]
     if spec.return_lse:
         lse = Tile("lse", (m,), "float32")
-        value: Expr = Read(m_i) * spec.softmax_scale + log(l_i)
-        ops += [Map(lse, IfPositive(l_i, value, float("-inf"))), Store(Access(lse_t, **here), lse)]
+        ops += [Map(lse, Read(m_i) * spec.softmax_scale + log(l_i)), Store(Access(lse_t, **here), lse)]
     used = (q_t, k_t, v_t, out_t) + ((lse_t,) if spec.return_lse else ())
     axes = ((B, BATCH), (H, HEADS_Q), (BLOCK, ceildiv(SEQLEN_Q, m)))
     return Program(spec.name(), axes, used, lets, tuple(ops))
