@@ -6,19 +6,19 @@ A lane is where an attention call runs: "cpu", "cuda", "npu" or "npu-sim" (the A
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from fa_multi.programs import Spec
 from fa_multi.roles import Roles
-from fa_multi.spec import AttentionSpec
 from fa_multi.tiles import Program
 
-# launch(q, k, v, out, lse): q, k, v, out viewed as (batch, seq, heads, dim) with a unit last stride; lse, if wanted,
-# (batch, heads, seq_q) float32. All sizes are at least 1.
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+# launch(*tensors): the tensors of the spec's program (`programs.tensors`), in that order: inputs, then results. q, k, v
+# and out have a unit last stride and any other strides; all sizes are at least 1.
+Launch = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,18 @@ class Backend(Protocol):
 
     name: str
 
-    def supports(self, spec: AttentionSpec, arch: str | None = None) -> str | None:
+    def supports(self, spec: Spec, arch: str | None = None) -> str | None:
         """None, or in one line why this lane has no kernel for the spec."""
 
     def unavailable(self) -> str | None:
         """None, or in one line why this machine cannot run the lane, with the remedy."""
 
-    def lower(self, spec: AttentionSpec, arch: str | None = None) -> Lowered:
+    def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         """Program, roles and kernel text for an architecture (the lane's default if None)."""
 
-    def prepare(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
-        """A launcher for tensors of these sizes, strides and alignment; compiles or loads what it needs."""
+    def prepare(self, spec: Spec, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Launch:
+        """A launcher for inputs of these shapes, strides and alignment; compiles or loads what it needs. `sizes`: the
+        run-time sizes that no tensor's shape gives."""
 
 
 LANES = {

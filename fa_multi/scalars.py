@@ -99,6 +99,26 @@ class Var(Scalar):
 
 
 @dataclass(frozen=True)
+class Element(Scalar):
+    """An int32 read from a tensor argument, such as a sequence length."""
+
+    tensor: str
+    index: tuple[Scalar, ...]
+
+    def free(self) -> frozenset[str]:
+        return frozenset().union(*(i.free() for i in self.index))
+
+    def eval(self, env: Mapping[str, Any]) -> Any:
+        value = env[self.tensor][tuple(i.eval(env) for i in self.index)]
+        return int(value) if value.dim() == 0 else value
+
+    def text(self, names: Mapping[str, str] | None = None, functions: Mapping[str, str] | None = None) -> str:
+        return f"{self.tensor}[{', '.join(i.text(names, functions) for i in self.index)}]"
+
+    __str__ = Scalar.__str__
+
+
+@dataclass(frozen=True)
 class Binary(Scalar):
     op: str
     a: Scalar

@@ -8,6 +8,33 @@ from .masks import Mask
 
 
 @dataclass(frozen=True)
+class Addressing:
+    """Where the queries and keys of a batch entry lie.
+
+    queries: "dense" (batch, seq, heads, dim), or "packed" (total, heads, dim) with cu_seqlens_q.
+    keys: "dense", "packed" with cu_seqlens_k, or "paged": (pages, page_size, heads, dim) with a block_table.
+    key_lengths: lengths come from a tensor seqused_k (batch,), and keys beyond them are not looked at.
+    pack_group: the query heads of one key head share a tile, rows running over heads first (for few queries).
+    """
+
+    queries: str = "dense"
+    keys: str = "dense"
+    page_size: int = 0
+    key_lengths: bool = False
+    pack_group: bool = False
+
+    def tags(self) -> list[str]:
+        """Words for names of kernels."""
+        keys = f"paged_{self.page_size}" if self.keys == "paged" else f"{self.keys}_keys"
+        return [
+            *(["packed"] if self.queries == "packed" else []),
+            *([keys] if self.keys != "dense" and (self.queries, self.keys) != ("packed", "packed") else []),
+            *(["lengths"] if self.key_lengths else []),
+            *(["group"] if self.pack_group else []),
+        ]
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention forward, out = softmax(scale * q k^T + mask) v, per head.
 
@@ -16,6 +43,11 @@ class AttentionSpec:
     softmax_scale: multiplies the scores, > 0.
     mask: visible keys per query.
     return_lse: also write the log-sum-exp of the scaled scores (float32, natural log).
+    softcap: if > 0, scores become softcap * tanh(score / softcap).
+    alibi: scores get -slope * |p - j| added, slopes per batch entry and head from the tensor alibi_slopes (float32).
+    sink: one more logit per query head, in the denominator only, from the tensor sink (float32).
+    addressing: where q, k and v lie.
+    split: the keys are divided among tasks, which write fp32 partial results for `programs/combine.py` to join.
     """
 
     dtype: str
@@ -24,8 +56,16 @@ class AttentionSpec:
     softmax_scale: float
     mask: Mask = field(default_factory=Mask)
     return_lse: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    addressing: Addressing = field(default_factory=Addressing)
+    split: bool = False
 
     def name(self) -> str:
         """Short identifier, used for kernels and files."""
         dims = f"d{self.head_dim}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        return "_".join(["attention", self.dtype, dims, *self.mask.tags(), *(["lse"] if self.return_lse else [])])
+        flags = [name for name in ("alibi", "sink", "split") if getattr(self, name)]
+        flags += ["softcap"] if self.softcap else []
+        flags += ["lse"] if self.return_lse and not self.split else []
+        return "_".join(["attention", self.dtype, dims, *self.mask.tags(), *self.addressing.tags(), *flags])

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Union
 
 from .masks import Interval
-from .scalars import Scalar, Var
+from .scalars import Const, Scalar, Var
+
+ZERO = Const(0)
 
 # --------------------------------------------------------------------------------------------- tiles and tensors
 
@@ -51,18 +53,35 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Access:
-    """A block of rows of a tensor: `index` gives batch and head, rows [row0, row0 + rows) along the sequence axis are
-    valid. Rows past `rows` of the tile read as zero and are not written."""
+    """A block of rows of a tensor, [row0, row0 + rows) of one batch entry and head. The tile's rows past `rows` read as
+    zero and are not written, whatever the tensor holds there.
+
+    begin: where row 0 lies along the sequence axis (packed sequences).
+    group: if given, rows run over that many heads first: row r is position r // group of head `head` + r % group.
+    table: if given, the tensor is a pool of pages: row r is slot r % page_size of page table[batch, r // page_size].
+    split: index along the "split" axis of partial results.
+    """
 
     tensor: Tensor
     batch: Scalar
     head: Scalar
     row0: Scalar
     rows: Scalar
+    begin: Scalar = ZERO
+    group: Scalar | None = None
+    table: Tensor | None = None
+    page_size: int = 0
+    split: Scalar | None = None
 
     def __str__(self) -> str:
-        index = {"batch": str(self.batch), "head": str(self.head), "seq": f"{self.row0} : +{self.rows}", "dim": ":"}
-        return f"{self.tensor.name}[{', '.join(index[d] for d in self.tensor.dims)}]"
+        row = f"{self.begin + self.row0} : +{self.rows}"
+        places = {"batch": str(self.batch), "head": str(self.head), "seq": row, "dim": ":", "split": str(self.split)}
+        if self.group is not None:
+            places["seq"], places["head"] = f"({row}) / {self.group}", f"{self.head} + row % {self.group}"
+        if self.table is not None:
+            places |= {"page": f"{self.table.name}[{self.batch}, ({row}) / {self.page_size}]"}
+            places |= {"slot": f"row % {self.page_size}"}
+        return f"{self.tensor.name}[{', '.join(places[d] for d in self.tensor.dims)}]"
 
 
 # --------------------------------------------------------------------------------------------- element-wise expressions
@@ -101,8 +120,38 @@ class Read(Expr):
 
 
 @dataclass(frozen=True)
+class HeadValue(Expr):
+    """An element of a float32 tensor, one number per task: `tensor[index]`. With `group` rows run over heads first, and
+    row r of the block at `row0` reads head `index[-1]` + (row0 + r) % group."""
+
+    tensor: Tensor
+    index: tuple[Scalar, ...]
+    row0: Scalar = ZERO
+    group: Scalar | None = None
+
+    def __str__(self) -> str:
+        last = "" if self.group is None else f" + row % {self.group}"
+        return f"{self.tensor.name}[{', '.join(map(str, self.index))}{last}]"
+
+
+@dataclass(frozen=True)
+class Position(Expr):
+    """`offset` + the index along axis 0 or 1 of a 2-D tile, as a number; on axis 0 with `group`, offset +
+    (row0 + index) // group."""
+
+    axis: int
+    offset: Scalar
+    row0: Scalar = ZERO
+    group: Scalar | None = None
+
+    def __str__(self) -> str:
+        index = "rc"[self.axis] if self.group is None else f"({self.row0} + r) / {self.group}"
+        return f"({self.offset} + {index})"
+
+
+@dataclass(frozen=True)
 class Arith(Expr):
-    """`op` is +, -, *, / or max."""
+    """`op` is +, -, *, /, max or min."""
 
     op: str
     a: Expr
@@ -110,16 +159,17 @@ class Arith(Expr):
 
     def __str__(self) -> str:
         a, b = str(self.a), str(self.b)
-        if self.op == "max":
-            return f"max({a}, {b})"
+        if self.op in ("max", "min"):
+            return f"{self.op}({a}, {b})"
         a = f"({a})" if self.op in "*/" and isinstance(self.a, Arith) and self.a.op in "+-" else a
-        b = f"({b})" if isinstance(self.b, Arith) and not (self.op == "+" and self.b.op in "+*/") else b
+        infix = isinstance(self.b, Arith) and self.b.op not in ("max", "min")
+        b = f"({b})" if infix and not (self.op == "+" and self.b.op in "+*/") else b
         return f"{a} {self.op} {b}"
 
 
 @dataclass(frozen=True)
 class Func(Expr):
-    """`exp` or `log`, natural."""
+    """`exp` or `log` (natural), or `abs`."""
 
     name: str
     a: Expr
@@ -146,8 +196,16 @@ def log(x: Operand) -> Expr:
     return Func("log", expr(x))
 
 
+def absolute(x: Operand) -> Expr:
+    return Func("abs", expr(x))
+
+
 def larger(x: Operand, y: Operand) -> Expr:
     return Arith("max", expr(x), expr(y))
+
+
+def smaller(x: Operand, y: Operand) -> Expr:
+    return Arith("min", expr(x), expr(y))
 
 
 def tiles_in(e: Expr) -> tuple[Tile, ...]:
@@ -159,6 +217,15 @@ def tiles_in(e: Expr) -> tuple[Tile, ...]:
     if isinstance(e, Func):
         return tiles_in(e.a)
     return ()
+
+
+def offsets_in(e: Expr) -> tuple[Scalar, ...]:
+    """Scalars that shift the positions an expression counts."""
+    if isinstance(e, Position):
+        return (e.offset, e.row0)
+    if isinstance(e, Arith):
+        return offsets_in(e.a) + offsets_in(e.b)
+    return offsets_in(e.a) if isinstance(e, Func) else ()
 
 
 # --------------------------------------------------------------------------------------------- ops
@@ -285,12 +352,14 @@ class Cast(Op):
 
 @dataclass(frozen=True)
 class MaskTile(Op):
-    """tile[r, c] = -inf unless key col0 + c is visible to query row0 + r. A select: what was there does not matter."""
+    """tile[r, c] = -inf unless key col0 + c is visible to query row0 + r, or (row0 + r) // group where rows run over a
+    group of heads first. A select: what was there does not matter."""
 
     tile: Tile
     interval: Interval
     row0: Scalar
     col0: Scalar
+    group: Scalar | None = None
 
     @property
     def reads(self) -> tuple[Tile, ...]:  # type: ignore[override]
@@ -303,9 +372,10 @@ class MaskTile(Op):
     def __str__(self) -> str:
         low = [f"{b.at(Var('row'))}" for b in self.interval.lower]
         high = [f"{b.at(Var('row'))}" for b in self.interval.upper]
-        ends = [f"col >= max({', '.join(low)})"] if low else []
+        ends = [f"col >= max({', '.join(low)})" if len(low) > 1 else f"col >= {low[0]}"] if low else []
         ends += [f"col < min({', '.join(high)})" if len(high) > 1 else f"col < {high[0]}"] if high else []
-        return f"mask {self.tile} to {' and '.join(ends)}   # row = {self.row0} + r, col = {self.col0} + c"
+        row = f"{self.row0} + r" if self.group is None else f"({self.row0} + r) / {self.group}"
+        return f"mask {self.tile} to {' and '.join(ends)}   # row = {row}, col = {self.col0} + c"
 
 
 @dataclass(frozen=True)
@@ -332,7 +402,8 @@ class Loop(Op):
 
 @dataclass(frozen=True)
 class Program:
-    """`body` runs for every point of `axes` (name, extent); `lets` are task scalars, each may use those before it."""
+    """`body` runs for every point of `axes` (name, extent); `lets` are task scalars, each may use those before it.
+    A task whose `rows` (a let) is not positive has nothing to do."""
 
     name: str
     axes: tuple[tuple[Var, Scalar], ...]

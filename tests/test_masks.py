@@ -40,7 +40,7 @@ def test_tiles_cover_what_is_visible_and_unmasked_tiles_hide_nothing(sq, sk, lef
     for row0 in range(0, sq, m):
         rows = min(m, sq - row0)
         env = {"row0": row0, "rows": rows}
-        for var, value in interval.tile_lets(Var("row0"), Var("rows"), n):
+        for var, value in interval.tile_lets(Var("row0"), Var("row0") + Var("rows") - 1, n):
             env[var.name] = value.eval(env)
         lo, full_lo = env.get("tile_lo", 0), env.get("full_lo", 0)
         hi, full_hi = env["tile_hi"], env["full_hi"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from fa_multi.plan import Plan
-from fa_multi.programs.forward import forward
+from fa_multi.programs import CombineSpec, Spec, build, tensors
 from fa_multi.roles import cut
-from fa_multi.spec import AttentionSpec
+from fa_multi.scalars import Var
 
 from .. import Launch, Lowered
 from .interpreter import execute
@@ -22,41 +24,33 @@ class CpuBackend:
 
     name = "cpu"
 
-    def supports(self, spec: AttentionSpec, arch: str | None = None) -> str | None:
+    def supports(self, spec: Spec, arch: str | None = None) -> str | None:
         return None
 
     def unavailable(self) -> str | None:
         return None
 
-    def plan(self, spec: AttentionSpec, arch: str | None = None) -> Plan:
-        return self._plan(spec, BLOCK_M, BLOCK_N)
+    def plan(self, spec: Spec, block_m: int = BLOCK_M, block_n: int = BLOCK_N) -> Plan:
+        dim = spec.head_dim
+        return Plan(block_m, block_n, dim, dim if isinstance(spec, CombineSpec) else spec.head_dim_v)
 
-    def _plan(self, spec: AttentionSpec, block_m: int, block_n: int) -> Plan:
-        return Plan(block_m, block_n, spec.head_dim, spec.head_dim_v)
-
-    def lower(self, spec: AttentionSpec, arch: str | None = None) -> Lowered:
+    def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         plan = self.plan(spec)
-        program = forward(spec, plan)
+        program = build(spec, plan)
         return Lowered(program, cut(program, plan, lambda op: "all", "shared"), str(program), "program")
 
-    def prepare(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launch:
+    def prepare(self, spec: Spec, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Launch:
         # Nothing is compiled here, so tiles need not be larger than the problem.
-        program = forward(spec, self._plan(spec, min(q.shape[1], BLOCK_M), min(k.shape[1], BLOCK_N)))
+        rows = inputs["q"].shape[1] if "q" in inputs else BLOCK_M
+        keys = inputs["k"].shape[1] if "k" in inputs and "block_table" not in inputs else BLOCK_N
+        program = build(spec, self.plan(spec, min(max(rows, 1), BLOCK_M), min(max(keys, 1), BLOCK_N)))
+        arguments = tensors(spec)
 
-        def launch(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-        ) -> None:
-            sizes = {
-                "batch": q.shape[0],
-                "seqlen_q": q.shape[1],
-                "heads_q": q.shape[2],
-                "seqlen_k": k.shape[1],
-                "heads_k": k.shape[2],
-            }
-            tensors = {"q": q, "k": k, "v": v, "out": out}
-            if lse is not None:
-                tensors["lse"] = lse
-            execute(program, sizes, tensors, TILE_ELEMENTS)
+        def launch(*values: torch.Tensor) -> None:
+            known = dict(sizes)
+            for tensor, x in zip(arguments.values(), values):
+                known.update((n.name, x.shape[i]) for i, n in enumerate(tensor.shape) if isinstance(n, Var))
+            execute(program, known, dict(zip(arguments, values)), TILE_ELEMENTS)
 
         return launch
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from fa_multi.masks import Bound
 from fa_multi.tiles import (
     Access,
     Arith,
     Cast,
     Expr,
     Func,
+    HeadValue,
     Load,
     Loop,
     Map,
@@ -21,11 +23,13 @@ from fa_multi.tiles import (
     Mma,
     Number,
     Op,
+    Position,
     Program,
     Read,
     RowReduce,
     Store,
     Tile,
+    offsets_in,
     tiles_in,
 )
 
@@ -46,13 +50,15 @@ def execute(
     grid = grid.reshape(-1, len(together))
     largest = max(t.shape[0] * t.shape[-1] for t in program.tiles())
     step = max(1, tile_elements // largest)
+    lengths = {name: x for name, x in tensors.items() if x.dtype == torch.int32}
     for point in itertools.product(*outer):
         for chunk in grid.split(step):
-            env: Env = {**sizes, **{n: x for n, x in zip(names, point) if x is not None}}
+            env: Env = {**sizes, **lengths, **{n: x for n, x in zip(names, point) if x is not None}}
             env.update({n: chunk[:, i] for i, n in enumerate(together)})
             for var, value in program.lets:
                 env[var.name] = value.eval(env)
-            _Task(env, tensors, len(chunk)).run(program.body)
+            if env["rows"] > 0:
+                _Task(env, tensors, len(chunk)).run(program.body)
 
 
 def _uniform_axes(program: Program) -> list[str]:
@@ -73,9 +79,12 @@ def _uniform_axes(program: Program) -> list[str]:
                 bounds = (*op.interval.lower, *op.interval.upper)
                 for s in (op.row0, op.col0, *(b.offset for b in bounds)):
                     shaping.update(roots(s.free()))
+            elif isinstance(op, Map):
+                for s in offsets_in(op.value):
+                    shaping.update(roots(s.free()))
             elif isinstance(op, (Load, Store)):
                 access = op.src if isinstance(op, Load) else op.dst
-                shaping.update(roots(access.row0.free() | access.rows.free()))
+                shaping.update(roots(access.row0.free() | access.rows.free() | access.begin.free()))
 
     visit(program.body)
     return [axis.name for axis, _ in program.axes if axis.name not in shaping]
@@ -97,34 +106,41 @@ class _Task:
             else:
                 _OPS[type(op)](self, op)
 
-    def index(self, access: Access) -> tuple[list[Any], int]:
-        """Index of the valid rows, and how many there are."""
-        row0, rows = int(access.row0.eval(self.env)), int(access.rows.eval(self.env))
-        places = {
-            "batch": access.batch.eval(self.env),
-            "head": access.head.eval(self.env),
-            "seq": slice(row0, row0 + rows),
-            "dim": slice(None),
-        }
-        return [places[d] for d in access.tensor.dims], rows
+    def rows(self, access: Access) -> tuple[int, int]:
+        return int(access.row0.eval(self.env)), int(access.rows.eval(self.env))
+
+    def index(self, access: Access) -> tuple[Any, ...]:
+        """Index of the valid rows of every task: (count, rows) of them, or (count, rows, cols)."""
+        row0, rows = self.rows(access)
+        begin = int(access.begin.eval(self.env))
+        batch, head = access.batch.eval(self.env), access.head.eval(self.env)
+        split = None if access.split is None else access.split.eval(self.env)
+        places = {"batch": batch, "head": head, "split": split, "dim": slice(None)}
+        places["seq"] = slice(begin + row0, begin + row0 + rows)
+        row = torch.arange(row0, row0 + rows)
+        if access.group is not None:
+            group = int(access.group.eval(self.env))
+            places = {name: _column(x) for name, x in places.items()}
+            places["seq"], places["head"] = begin + row // group, _column(head) + row % group
+        if access.table is not None:
+            pages = self.tensors[access.table.name][_column(batch), row // access.page_size].long()
+            places |= {"page": pages, "slot": row % access.page_size, "head": _column(head)}
+        return tuple(places[d] for d in access.tensor.dims)
 
     def load(self, op: Load) -> None:
-        index, rows = self.index(op.src)
-        values = self.tensors[op.src.tensor.name][tuple(index)]
-        if values.shape[1:] != op.dst.shape:
+        _, rows = self.rows(op.src)
+        values = self.tensors[op.src.tensor.name][self.index(op.src)]
+        if values.shape[1:] != op.dst.shape or len(values) != self.count:
             tile = values.new_zeros((self.count, *op.dst.shape))
             tile[:, :rows, : values.shape[2]] = values
             values = tile
         self.tiles[op.dst] = values
 
     def store(self, op: Store) -> None:
-        index, rows = self.index(op.dst)
+        _, rows = self.rows(op.dst)
         target = self.tensors[op.dst.tensor.name]
         values = self.tiles[op.src][:, :rows]
-        if values.dim() == 3:
-            target[tuple(index)] = values[:, :, : target.shape[-1]]
-        else:
-            target[tuple(index)] = values
+        target[self.index(op.dst)] = values[:, :, : target.shape[-1]] if values.dim() == 3 else values
 
     def mma(self, op: Mma) -> None:
         a, b = self.tiles[op.a].float(), self.tiles[op.b].float()
@@ -137,14 +153,19 @@ class _Task:
     def mask(self, op: MaskTile) -> None:
         tile = self.tiles[op.tile]
         row = int(op.row0.eval(self.env)) + torch.arange(tile.shape[1])[:, None]
+        row = row if op.group is None else row // int(op.group.eval(self.env))
         col = int(op.col0.eval(self.env)) + torch.arange(tile.shape[2])[None, :]
         hidden = torch.zeros(tile.shape[1:], dtype=torch.bool)
         for bound in op.interval.lower:
-            hidden |= col < bound.slope * row + int(bound.offset.eval(self.env))
+            hidden |= col < self.end(bound, row)
         for bound in op.interval.upper:
-            hidden |= col >= bound.slope * row + int(bound.offset.eval(self.env))
+            hidden |= col >= self.end(bound, row)
         if hidden.any():
             tile.masked_fill_(hidden, float("-inf"))
+
+    def end(self, bound: Bound, row: torch.Tensor) -> torch.Tensor:
+        value = bound.slope * row + int(bound.offset.eval(self.env))
+        return value if bound.step == 1 else value.clamp(min=0) // bound.step * bound.step
 
     def reduce(self, op: RowReduce) -> None:
         src = self.tiles[op.src]
@@ -177,23 +198,53 @@ class _Task:
         if isinstance(e, Func):
             a = self.evaluate(e.a, dim, out, dst)
             return _FUNCTIONS[e.name](a, out=out if out is not None and a.shape == out.shape else None)
+        if isinstance(e, HeadValue):
+            return self.head_value(e, dim, dst)
+        if isinstance(e, Position):
+            return self.position(e, dst)
         assert isinstance(e, Arith)
         in_place = out is not None and dst not in tiles_in(e.b)
         a = self.evaluate(e.a, dim, out if in_place else None, dst)
         b = self.evaluate(e.b, dim, None, dst)
-        if e.op == "max" and isinstance(b, float):
-            return a.clamp(min=b)
+        if isinstance(a, float) or (e.op in ("max", "min") and isinstance(b, float)):
+            a, b = (torch.tensor(x) if isinstance(x, float) else x for x in (a, b))
         fits = out is not None and isinstance(a, torch.Tensor) and a.shape == out.shape
         return _ARITHMETIC[e.op](a, b, out=out if fits else None)
 
+    def head_value(self, e: HeadValue, dim: int, dst: Tile) -> torch.Tensor:
+        """(count or 1, rows or 1[, 1])"""
+        index = [_column(i.eval(self.env)) for i in e.index]
+        if e.group is not None:
+            rows = int(self.env["rows"])
+            row = int(e.row0.eval(self.env)) + torch.arange(rows)
+            index[-1] = index[-1] + row % int(e.group.eval(self.env))
+        value = self.tensors[e.tensor.name][tuple(index)].reshape(-1, 1 if e.group is None else rows)
+        if e.group is not None:  # rows past the valid ones belong to no head; any number does
+            value = torch.nn.functional.pad(value, (0, dst.shape[0] - rows))
+        return value if dim == 2 else value.unsqueeze(-1)
 
-_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"exp": torch.exp, "log": torch.log}
+    def position(self, e: Position, dst: Tile) -> torch.Tensor:
+        """(rows, 1) or (cols,), whatever tile it is for."""
+        offset = int(e.offset.eval(self.env))
+        index = torch.arange(dst.shape[e.axis])
+        if e.group is not None:
+            index = (int(e.row0.eval(self.env)) + index) // int(e.group.eval(self.env))
+        return (index + offset).float()[:, None] if e.axis == 0 else (index + offset).float()
+
+
+def _column(index: Any) -> Any:
+    """An index per task as a column, to be broadcast against rows."""
+    return index[:, None] if isinstance(index, torch.Tensor) else index
+
+
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"exp": torch.exp, "log": torch.log, "abs": torch.abs}
 _ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
     "+": torch.add,
     "-": torch.sub,
     "*": torch.mul,
     "/": torch.div,
     "max": torch.maximum,
+    "min": torch.minimum,
 }
 _OPS: dict[type, Callable[[_Task, Any], None]] = {
     Load: _Task.load,

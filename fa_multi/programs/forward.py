@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..addressing import (
+    ALIBI_SLOPES,
+    GROUP,
+    ROW0,
+    ROWS,
+    SINK,
+    SPLIT,
+    SPLIT_TILES,
+    SPLITS,
+    B,
+    H,
+    Layout,
+    layout,
+    tensors,
+)
 from ..masks import Interval
 from ..plan import Plan
-from ..scalars import Const, Scalar, Var, ceildiv, minimum
+from ..scalars import Const, Scalar, Var, ceildiv, maximum, minimum
 from ..spec import AttentionSpec
 from ..tiles import (
-    Access,
     Cast,
+    Expr,
+    HeadValue,
     Load,
     Loop,
     Map,
@@ -19,15 +33,18 @@ from ..tiles import (
     Number,
     Op,
     Phase,
+    Position,
     Program,
     Read,
     RowReduce,
     Store,
     Tensor,
     Tile,
+    absolute,
     exp,
     larger,
     log,
+    smaller,
 )
 
 # The running maximum starts finite, so that no row ever computes inf - inf: a masked score is -inf and its exp is 0
@@ -37,97 +54,141 @@ LOWEST_MAX = -(2.0**100)
 # is 0. A NaN is not hidden: it is in the accumulator too.
 SMALLEST_SUM = 2.0**-100
 
-BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_K = map(Var, ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"))
-B, H, BLOCK, J = Var("b"), Var("h"), Var("i"), Var("j")
+J = Var("j")
+TILE_LO, TILE_HI, FULL_LO, FULL_HI = map(Var, ("tile_lo", "tile_hi", "full_lo", "full_hi"))
 
 
 def forward(spec: AttentionSpec, plan: Plan) -> Program:
-    """The program of `spec`, in the tiles of `plan`. Tensors: q, k, v, out, and lse if the spec asks for it."""
-    m, n = plan.block_m, plan.block_n
-    row0, rows, group, hk = Var("row0"), Var("rows"), Var("group"), Var("head_k")
-    visible = spec.mask.interval(SEQLEN_Q, SEQLEN_K)
-    lo, hi, full_lo, full_hi = Var("tile_lo"), Var("tile_hi"), Var("full_lo"), Var("full_hi")
-    lets = (
-        (row0, BLOCK * m),
-        (rows, minimum(SEQLEN_Q - row0, m)),
-        (group, HEADS_Q // HEADS_K),
-        (hk, H // group),
-        *visible.tile_lets(row0, rows, n),
-    )
-    trips = hi - lo if visible.lower else hi
-    phases = [Phase(hi - full_hi, masked=True)]
-    if visible.lower:
-        phases += [Phase(hi - full_lo, masked=False), Phase(trips, masked=True)]
-    else:
-        phases += [Phase(trips, masked=False)]
-
-    q_t, k_t, v_t, out_t, lse_t = tensors(spec)
-    state, body = softmax_loop_body(spec, plan, k_t, v_t, MaskArgs(visible, row0, (hi - 1 - J) * n), hk)
-    m_i, l_i, acc = state
-    q = Tile("q", (m, plan.head_dim), spec.dtype)
-    here = {"batch": B, "head": H, "row0": row0, "rows": rows}
+    """The program of `spec`, in the tiles of `plan`. Its tensors are those of `addressing.tensors`."""
+    where, args = layout(spec, plan.block_m), tensors(spec)
+    visible = spec.mask.interval(where.len_q, where.len_k)
+    tile_lets = _tile_lets(where, visible, plan.block_n)
+    trips = TILE_HI - TILE_LO if visible.lower or spec.split else TILE_HI
+    tiles = _Tiles(spec, plan)
     ops: list[Op] = [
-        Load(q, Access(q_t, **here)),
-        Map(m_i, Number(LOWEST_MAX)),
-        Map(l_i, Number(0.0)),
-        Map(acc, Number(0.0)),
-        Loop(J, trips, body, tuple(phases)),
+        Load(tiles.q, where.rows(args["q"])),
+        Map(tiles.m, Number(LOWEST_MAX)),
+        Map(tiles.l, Number(0.0)),
+        Map(tiles.acc, Number(0.0)),
+        Loop(J, trips, _loop_body(tiles, where, visible, args), _phases(bool(visible.lower) or spec.split, trips)),
     ]
-    out = Tile("out", acc.shape, spec.dtype)
-    ops += [Map(acc, Read(acc) / larger(l_i, SMALLEST_SUM)), Cast(out, acc), Store(Access(out_t, **here), out)]
-    if spec.return_lse:
-        lse = Tile("lse", (m,), "float32")
-        ops += [Map(lse, Read(m_i) * spec.softmax_scale + log(l_i)), Store(Access(lse_t, **here), lse)]
-    used = (q_t, k_t, v_t, out_t) + ((lse_t,) if spec.return_lse else ())
-    axes = ((B, BATCH), (H, HEADS_Q), (BLOCK, ceildiv(SEQLEN_Q, m)))
-    return Program(spec.name(), axes, used, lets, tuple(ops))
+    if spec.sink and not spec.split:
+        ops += _fold_sink(tiles, where)
+    ops += [Map(tiles.acc, Read(tiles.acc) / larger(tiles.l, SMALLEST_SUM))]
+    ops += [] if tiles.out == tiles.acc else [Cast(tiles.out, tiles.acc)]
+    ops += [Store(where.rows(args["out"]), tiles.out)]
+    if "lse" in args:
+        ops += [Map(tiles.lse, _lse(tiles, where)), Store(where.rows(args["lse"]), tiles.lse)]
+    return Program(spec.name(), where.axes, tuple(args.values()), (*where.lets, *tile_lets), tuple(ops))
 
 
-def tensors(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, out with axes (batch, seq, head, dim) and lse (batch, head, seq)."""
-    dims = ("batch", "seq", "head", "dim")
-    d, dv = Const(spec.head_dim), Const(spec.head_dim_v)
+class _Tiles:
+    """The tiles of the program, and the unit of its scores: `scale` takes them to natural ones."""
+
+    def __init__(self, spec: AttentionSpec, plan: Plan) -> None:
+        m, n, d, dv = plan.block_m, plan.block_n, plan.head_dim, plan.head_dim_v
+        self.spec, self.block_n = spec, n
+        self.q, self.k = Tile("q", (m, d), spec.dtype), Tile("k", (n, d), spec.dtype)
+        self.v, self.p = Tile("v", (n, dv), spec.dtype), Tile("p", (m, n), spec.dtype)
+        self.s, self.acc = Tile("s", (m, n), "float32"), Tile("acc", (m, dv), "float32")
+        self.out = self.acc if spec.split else Tile("out", (m, dv), spec.dtype)
+        self.m, self.m_prev, self.alpha, self.row_sum, self.l, self.m_sink, self.lse = (
+            Tile(name, (m,), "float32") for name in ("m", "m_prev", "alpha", "row_sum", "l", "m_sink", "lse")
+        )
+        self.scale = 1.0 if spec.softcap or spec.alibi else spec.softmax_scale
+
+
+def _tile_lets(where: Layout, visible: Interval, block_n: int) -> tuple[tuple[Var, Scalar], ...]:
+    """The key tiles a task visits; with `split`, its share of them."""
+    first, last = ROW0, ROW0 + ROWS - 1
+    if where.group is not None:
+        first, last = first // GROUP, last // GROUP
+    if not where.spec.split:
+        return visible.tile_lets(first, last, block_n)
+    lets = visible.tile_lets(first, last, block_n, prefix="all_")
+    hi, full_hi = Var("all_tile_hi"), Var("all_full_hi")
+    lo, full_lo = (Var("all_tile_lo"), Var("all_full_lo")) if visible.lower else (Const(0), Const(0))
+    share = Var("share")
     return (
-        Tensor("q", dims, (BATCH, SEQLEN_Q, HEADS_Q, d), spec.dtype),
-        Tensor("k", dims, (BATCH, SEQLEN_K, HEADS_K, d), spec.dtype),
-        Tensor("v", dims, (BATCH, SEQLEN_K, HEADS_K, dv), spec.dtype),
-        Tensor("out", dims, (BATCH, SEQLEN_Q, HEADS_Q, dv), spec.dtype, output=True),
-        Tensor("lse", ("batch", "head", "seq"), (BATCH, HEADS_Q, SEQLEN_Q), "float32", output=True),
+        *lets,
+        (share, maximum(ceildiv(hi - lo, SPLITS), SPLIT_TILES)),
+        (TILE_LO, minimum(lo + SPLIT * share, hi)),
+        (TILE_HI, minimum(TILE_LO + share, hi)),
+        (FULL_LO, minimum(maximum(full_lo, TILE_LO), TILE_HI)),
+        (FULL_HI, maximum(minimum(full_hi, TILE_HI), FULL_LO)),
     )
 
 
-@dataclass(frozen=True)
-class MaskArgs:
-    """Where a tile of scores stands: the visible interval, its first row and its first column."""
+def _phases(bounded_below: bool, trips: Scalar) -> tuple[Phase, ...]:
+    """Tiles go from the last to the first: masked at the upper end, unmasked, masked at the lower end."""
+    masked_first = Phase(TILE_HI - FULL_HI, masked=True)
+    if not bounded_below:
+        return (masked_first, Phase(trips, masked=False))
+    return (masked_first, Phase(TILE_HI - FULL_LO, masked=False), Phase(trips, masked=True))
 
-    interval: Interval
-    row0: Scalar
-    col0: Scalar
 
-
-def softmax_loop_body(
-    spec: AttentionSpec, plan: Plan, k_t: Tensor, v_t: Tensor, mask: MaskArgs, head_k: Scalar
-) -> tuple[tuple[Tile, Tile, Tile], tuple[Op, ...]]:
-    """One key tile: scores, running maximum and sum, probabilities, output. Returns ((m, l, acc), ops)."""
-    m, n, scale = plan.block_m, plan.block_n, spec.softmax_scale
-    q, k = Tile("q", (m, plan.head_dim), spec.dtype), Tile("k", (n, plan.head_dim), spec.dtype)
-    v, p = Tile("v", (n, plan.head_dim_v), spec.dtype), Tile("p", (m, n), spec.dtype)
-    s, acc = Tile("s", (m, n), "float32"), Tile("acc", (m, plan.head_dim_v), "float32")
-    m_i, m_prev, alpha, row_sum, l_i = (Tile(x, (m,), "float32") for x in ("m", "m_prev", "alpha", "row_sum", "l"))
-    keys = {"batch": B, "head": head_k, "row0": mask.col0, "rows": minimum(SEQLEN_K - mask.col0, n)}
-    body = (
-        Load(k, Access(k_t, **keys)),
-        Mma(s, q, k, transpose_b=True),
-        MaskTile(s, mask.interval, mask.row0, mask.col0),
-        Map(m_prev, Read(m_i)),
-        RowReduce(m_i, s, "max", accumulate=True),
-        Map(alpha, exp((Read(m_prev) - m_i) * scale)),
-        Map(s, exp((Read(s) - m_i) * scale)),
-        RowReduce(row_sum, s, "sum"),
-        Map(l_i, Read(l_i) * alpha + row_sum),
-        Cast(p, s),
-        Map(acc, Read(acc) * alpha),
-        Load(v, Access(v_t, **keys)),
-        Mma(acc, p, v, accumulate=True),
+def _loop_body(t: _Tiles, where: Layout, visible: Interval, args: dict[str, Tensor]) -> tuple[Op, ...]:
+    """One key tile: scores, running maximum and sum, probabilities, output."""
+    col0 = (TILE_HI - 1 - J) * t.block_n
+    count = minimum(where.len_k - col0, t.block_n)
+    return (
+        Load(t.k, where.keys(args["k"], col0, count)),
+        Mma(t.s, t.q, t.k, transpose_b=True),
+        *_score_ops(t, where, col0),
+        MaskTile(t.s, visible, ROW0, col0, where.group),
+        Map(t.m_prev, Read(t.m)),
+        RowReduce(t.m, t.s, "max", accumulate=True),
+        Map(t.alpha, exp(_scaled(Read(t.m_prev) - t.m, t.scale))),
+        Map(t.s, exp(_scaled(Read(t.s) - t.m, t.scale))),
+        RowReduce(t.row_sum, t.s, "sum"),
+        Map(t.l, Read(t.l) * t.alpha + t.row_sum),
+        Cast(t.p, t.s),
+        Map(t.acc, Read(t.acc) * t.alpha),
+        Load(t.v, where.keys(args["v"], col0, count)),
+        Mma(t.acc, t.p, t.v, accumulate=True),
     )
-    return (m_i, l_i, acc), body
+
+
+def _scaled(e: Expr, scale: float) -> Expr:
+    return e if scale == 1.0 else e * scale
+
+
+def _score_ops(t: _Tiles, where: Layout, col0: Scalar) -> list[Op]:
+    """Soft cap, then ALiBi bias, in natural units: what changes a score before the mask."""
+    spec, ops = t.spec, []
+    if spec.softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates by itself and needs no function but exp
+        doubled = exp(Read(t.s) * (2 * spec.softmax_scale / spec.softcap))
+        ops.append(Map(t.s, Number(spec.softcap) - Number(2 * spec.softcap) / (doubled + 1.0)))
+    if spec.alibi:
+        past = where.len_k - where.len_q
+        row = Position(0, past if where.group is not None else ROW0 + past, ROW0, where.group)
+        head = H if where.group is None else H * GROUP
+        slope = HeadValue(ALIBI_SLOPES, (B, head), ROW0, where.group)
+        score = Read(t.s) if spec.softcap else Read(t.s) * spec.softmax_scale
+        ops.append(Map(t.s, score - absolute(row - Position(1, col0)) * slope))
+    return ops
+
+
+def _fold_sink(t: _Tiles, where: Layout) -> list[Op]:
+    """One more logit in the denominator, folded in once and with the true maximum, so that neither a sink far above the
+    scores nor one far below them loses anything. It is clipped for the exponent alone: +inf then leaves out = 0."""
+    sink = _sink(where)
+    return [
+        Map(t.m_sink, larger(_scaled(Read(t.m), t.scale), smaller(sink, -LOWEST_MAX))),
+        Map(t.alpha, exp(_scaled(Read(t.m), t.scale) - t.m_sink)),
+        Map(t.l, Read(t.l) * t.alpha + exp(smaller(sink, -LOWEST_MAX) - t.m_sink)),
+        Map(t.acc, Read(t.acc) * t.alpha),
+    ]
+
+
+def _sink(where: Layout) -> Expr:
+    head = H if where.group is None else H * GROUP
+    return HeadValue(SINK, (head,), ROW0, where.group)
+
+
+def _lse(t: _Tiles, where: Layout) -> Expr:
+    """Log-sum-exp in natural units; log(0) = -inf says that a row saw nothing."""
+    if t.spec.sink and not t.spec.split:  # at least the sink, which also says +inf where that is what it was
+        return larger(Read(t.m_sink) + log(t.l), _sink(where))
+    return _scaled(Read(t.m), t.scale) + log(t.l)

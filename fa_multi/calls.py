@@ -1,0 +1,147 @@
+"""From checked arguments to a launch: a `Request` says what to compute, a `Call` is one with its kernel loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Union
+
+import torch
+
+from .backends import Backend, Launch
+from .programs import CombineSpec
+from .spec import AttentionSpec
+
+logger = logging.getLogger("fa_multi")
+
+Result = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call's meaning, free of its values.
+
+    names: of the input tensors, in the order of the program's. shapes, dtypes: of the inputs as the user gave them.
+    arrange: user tensors to the program's views, without a copy. arrange_out: out or lse, likewise.
+    out_shape, lse_shape: as the user sees them. sizes: run-time sizes that no tensor's shape gives.
+    splits: tasks that share the keys of a row; more than 1 makes partial results and joins them.
+    fill: rows may exist that no task covers; they get 0 and -inf.
+    """
+
+    spec: AttentionSpec
+    names: tuple[str, ...]
+    arrange: Callable[[Tensors], list[torch.Tensor]]
+    arrange_out: Callable[[torch.Tensor], torch.Tensor]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    empty: bool
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    splits: int = 1
+    fill: bool = False
+
+
+class Call:
+    """A request with its kernel loaded for one device."""
+
+    def __init__(self, request: Request, backend: Backend, target: torch.device, tensors: Tensors) -> None:
+        self.request, self.target = request, target
+        self.dtype = getattr(torch, request.spec.dtype)
+        self.launch: Launch | None = None
+        self.combine: Launch | None = None
+        if request.empty:
+            return
+        inputs = dict(zip(request.names, request.arrange([x.to(target) for x in tensors])))
+        spec, sizes = request.spec, dict(request.sizes)
+        if request.splits > 1:
+            joined = CombineSpec(spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse)
+            self.combine = backend.prepare(joined, {"sink": inputs["sink"]} if spec.sink else {}, {})
+            spec = replace(spec, split=True, return_lse=False)
+        self.launch = backend.prepare(spec, inputs, sizes)
+
+    def __call__(self, tensors: Tensors, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
+        request, target = self.request, self.target
+        if tensors[0].device != target:
+            tensors = [x.to(target) for x in tensors]
+        if out is None:
+            out = torch.empty(request.out_shape, dtype=self.dtype, device=target)
+        if request.spec.return_lse and lse is None:
+            lse = torch.empty(request.lse_shape, dtype=torch.float32, device=target)
+        if request.fill or self.launch is None:
+            self._fill(tensors, out, lse)
+        if self.launch is not None:
+            results = [request.arrange_out(x) for x in (out, lse) if x is not None]
+            inputs = request.arrange(tensors)
+            if self.combine is None:
+                self.launch(*inputs, *results)
+            else:
+                self._split(inputs, results)
+        return (out, lse) if request.spec.return_lse else out  # type: ignore[return-value]
+
+    def _split(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Partial results in fp32, then their combination, which alone knows the sink."""
+        assert self.launch is not None
+        assert self.combine is not None
+        out, splits = results[0], self.request.splits
+        partial = torch.empty((splits, *out.shape), dtype=torch.float32, device=self.target)
+        batch, rows, heads, _ = out.shape
+        partial_lse = torch.empty((splits, batch, heads, rows), dtype=torch.float32, device=self.target)
+        sink = [inputs.pop()] if self.request.spec.sink else []
+        self.launch(*inputs, partial, partial_lse)
+        self.combine(partial, partial_lse, *sink, *results)
+
+    def _fill(self, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        out.zero_()
+        if lse is None:
+            return
+        lse.fill_(-math.inf)
+        if self.request.spec.sink and self.launch is None:  # no keys at all: the sink is all there is
+            sink = dict(zip(self.request.names, tensors))["sink"].float()
+            self.request.arrange_out(lse).copy_(sink[None, :, None].expand_as(self.request.arrange_out(lse)))
+
+
+def unit_last(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself if its last stride is 1, else a copy."""
+    if x.stride(-1) == 1 or x.numel() == 0:
+        return x
+    logger.debug("copying a tensor of shape %s: its last stride is %d, not 1", tuple(x.shape), x.stride(-1))
+    return x.contiguous()
+
+
+_calls: dict[Any, Call] = {}
+_MAX_CALLS = 4096
+
+
+def call_key(tensors: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a prepared call depends on: shapes, strides, dtypes, devices, alignment to 16 bytes, and the options with
+    their types (1 == True == 1.0, but the checks tell them apart). None if an argument is not fit for a key."""
+    try:
+        where = 0
+        parts: list[Any] = []
+        for x in tensors:
+            if x is None:
+                parts.append(None)
+            else:
+                parts += (x.shape, x.stride(), x.dtype, x.device)
+                where |= x.data_ptr()
+        key = (*parts, where & 15, *options, *map(type, options))
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return key
+
+
+def find(key: tuple[Any, ...] | None) -> Call | None:
+    """The call prepared under a key, if any."""
+    return None if key is None else _calls.get(key)
+
+
+def remember(key: tuple[Any, ...] | None, call: Call) -> Call:
+    """Keep a prepared call; the oldest goes when there are too many."""
+    if key is not None:
+        if len(_calls) >= _MAX_CALLS:
+            del _calls[next(iter(_calls))]
+        _calls[key] = call
+    return call
