@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from fa_multi.plan import Plan
 from fa_multi.programs import Spec
 from fa_multi.roles import Roles
 from fa_multi.tiles import Program
@@ -42,6 +43,13 @@ class Backend(Protocol):
 
     def unavailable(self) -> str | None:
         """None, or in one line why this machine cannot run the lane, with the remedy."""
+
+    def plan(self, spec: Spec, arch: str | None = None) -> Plan:
+        """Tile sizes and overlap for an architecture."""
+
+    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
+        """Tasks that should share the keys of a row, for `rows` rows of queries (over batch and heads) and up to `keys`
+        keys each."""
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         """Program, roles and kernel text for an architecture (the lane's default if None)."""

@@ -113,17 +113,22 @@ def tensors(spec: AttentionSpec) -> dict[str, Tensor]:
     a, d, dv = spec.addressing, Const(spec.head_dim), Const(spec.head_dim_v)
     seq = ("batch", "seq", "head", "dim")
     batch_q, len_q = (Const(1), TOTAL_Q) if a.queries == "packed" else (BATCH, SEQLEN_Q)
+    keys: tuple[Scalar, ...]
     if a.keys == "paged":
         key_dims, keys = ("page", "slot", "head", "dim"), (PAGES, Const(a.page_size), HEADS_K)
     elif a.keys == "packed":
         key_dims, keys = seq, (Const(1), TOTAL_K, HEADS_K)
     else:
         key_dims, keys = seq, (BATCH, SEQLEN_K, HEADS_K)
+    out_dims: tuple[str, ...]
+    lse_dims: tuple[str, ...]
+    out_shape: tuple[Scalar, ...]
+    lse_shape: tuple[Scalar, ...]
     out_dims, out_shape = seq, (batch_q, len_q, HEADS_Q, dv)
     lse_dims, lse_shape = ("batch", "head", "seq"), (batch_q, HEADS_Q, len_q)
     if spec.split:
-        out_dims, out_shape = ("split", *seq), (SPLITS, *out_shape)  # type: ignore[assignment]
-        lse_dims, lse_shape = ("split", *lse_dims), (SPLITS, *lse_shape)  # type: ignore[assignment]
+        out_dims, out_shape = ("split", *seq), (SPLITS, *out_shape)
+        lse_dims, lse_shape = ("split", *lse_dims), (SPLITS, *lse_shape)
     used = [
         Tensor("q", seq, (batch_q, len_q, HEADS_Q, d), spec.dtype),
         Tensor("k", key_dims, (*keys, d), spec.dtype),

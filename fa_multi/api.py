@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from . import arguments as check
-from . import backends
+from . import backends, requests
 from .arguments import Device, parse_device, refuse_grad
 from .backends import Lowered
-from .calls import Call, Request, Result, call_key, find, remember, unit_last
-from .spec import Addressing, AttentionSpec
+from .calls import Call, Request, Result, call_key, find, remember
+from .programs import CombineSpec
+from .requests import Lengths, Options
+from .spec import AttentionSpec
 
 
 def attention(
@@ -34,7 +37,7 @@ def attention(
 ) -> Result:
     """Exact attention, out = softmax(softmax_scale * q k^T) v per head, with fp32 sums. Forward only.
 
-    Query i of seqlen_q stands at key position p = i + seqlen_k - seqlen_q: bottom-right, as in FlashAttention since 2.1.
+    Query i of seqlen_q stands at key position p = i + seqlen_k - seqlen_q (bottom-right, as FlashAttention since 2.1).
     All masks given apply together.
 
     Parameters
@@ -78,16 +81,163 @@ def attention(
         refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
     options = (causal, softmax_scale, layout, return_lse, device, window_size, block_causal, softcap)
     key = call_key((q, k, v, alibi_slopes, sink), options)
+    tensors = [q, k, v] if alibi_slopes is None and sink is None else _given(q, k, v, alibi_slopes, sink)
     call = find(key)
     if call is None:
-        lane, target = parse_device(device, q)
-        request = _dense(
-            q, k, v, causal, softmax_scale, layout, return_lse, window_size, block_causal, softcap, alibi_slopes, sink
-        )
-        call = remember(key, _prepare(request, lane, target, (q, k, v, alibi_slopes, sink)))
+        common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
+        call = remember(key, _prepare(requests.dense(q, k, v, layout, common), device, tensors))
     if out is not None or lse is not None:
         _check_buffers(call, out, lse)
-    return call([x for x in (q, k, v, alibi_slopes, sink) if x is not None], out, lse)
+    return call(tensors, out, lse)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    device: Device = None,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    block_causal: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Result:
+    """Attention over sequences packed one after another. Options as in `attention`; nothing waits for the device.
+
+    Parameters
+    ----------
+    q : (total_q, heads_q, head_dim). k : (total_k, heads_k, head_dim). v : (total_k, heads_k, head_dim_v).
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32 on q's device: sequence b is rows [cu[b], cu[b + 1]). Sequences may
+        be empty; rows past the last one get 0 and -inf, and k and v may hold anything there.
+    max_seqlen_q, max_seqlen_k : upper bounds of the lengths; changing them compiles nothing.
+    seqused_k : (batch,) int32: only so many keys of each sequence count.
+
+    Returns
+    -------
+    out : (total_q, heads_q, head_dim_v). lse : (heads_q, total_q) float32, only with return_lse.
+    """
+    if torch.is_grad_enabled():
+        refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
+    key = call_key(
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink),
+        ("varlen", max_seqlen_q, device, *common.values()),
+    )
+    tensors = [q, k, v, *lengths.tensors(), *common.numbers()]
+    call = find(key)
+    if call is None:
+        check.check_count("max_seqlen_k", max_seqlen_k, 0)
+        call = remember(key, _prepare(requests.varlen(q, k, v, lengths, max_seqlen_q, common), device, tensors))
+    if out is not None or lse is not None:
+        _check_buffers(call, out, lse)
+    return call(tensors, out, lse)
+
+
+def attention_paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    num_splits: int = 0,
+    fixed_split_size: int = 0,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    device: Device = None,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    block_causal: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Result:
+    """Attention against a key-value cache: decode, speculative decode, chunked prefill. Options as in `attention`.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with cu_seqlens_q.
+    k_cache, v_cache : (pages, page_size, heads_k, dim) with a block_table, for any page size; else
+        (batch, seqlen, heads_k, dim).
+    block_table : (batch, width) int32: page j of sequence b is block_table[b, j]. Entries past a sequence's length, and
+        cache slots past it, may hold anything.
+    cache_seqlens : (batch,) int32, keys of each sequence, the new ones included. Needed with a block_table.
+    cu_seqlens_q : (batch + 1,) int32, for packed q; max_seqlen_q is then an upper bound (default total_q).
+    num_splits : tasks that share the keys of a row; 0 chooses. More than there are key tiles is allowed.
+    fixed_split_size : > 0: split by this many keys each, so that a result does not depend on its batch mates.
+
+    Returns
+    -------
+    out : like q, with v's head dim. lse : (batch, heads_q, seqlen_q), or (heads_q, total_q) with cu_seqlens_q.
+    """
+    if torch.is_grad_enabled():
+        refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sink=sink)
+    lengths = Lengths(cu_seqlens_q, None, cache_seqlens, block_table)
+    common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
+    key = call_key(
+        (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, block_table, alibi_slopes, sink),
+        ("paged", max_seqlen_q, num_splits, fixed_split_size, device, *common.values()),
+    )
+    tensors = [q, k_cache, v_cache, *lengths.tensors(), *common.numbers()]
+    call = find(key)
+    if call is None:
+        request = requests.paged(q, k_cache, v_cache, lengths, max_seqlen_q, common)
+        request = _with_splits(request, q, k_cache, lengths, num_splits, fixed_split_size, device)
+        call = remember(key, _prepare(request, device, tensors))
+    if out is not None or lse is not None:
+        _check_buffers(call, out, lse)
+    return call(tensors, out, lse)
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the results over each. See `merge_state_list`."""
+    return merge_state_list([out_a, out_b], [lse_a, lse_b])
+
+
+def merge_state_list(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention results over disjoint key sets (shared prefixes, context parallelism); fp32 inside.
+
+    Parameters
+    ----------
+    outs : each (batch, seq, heads, dim) or (total, heads, dim), of one shape, dtype and device.
+    lses : each (batch, heads, seq) or (heads, total) float32, natural log, as `attention` returns it.
+
+    Returns
+    -------
+    (out, lse), like the parts. The empty result (0, -inf) changes nothing, and merging empties gives the empty. At most
+    one part may carry a sink: it would count twice.
+    """
+    check.check_states(outs, lses)
+    dims = outs[0].dim()
+    partial = torch.stack([x.float() for x in outs])
+    partial_lse = torch.stack(lses)
+    if dims == 3:
+        partial, partial_lse = partial.unsqueeze(1), partial_lse.unsqueeze(1)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    if out.numel():
+        spec = CombineSpec(check.DTYPES[out.dtype], out.shape[-1])
+        lane, _ = parse_device(None, out)
+        launch = backends.get(lane).prepare(spec, {}, {})
+        launch(partial, partial_lse, *((out.unsqueeze(0), lse.unsqueeze(0)) if dims == 3 else (out, lse)))
+    return out, lse
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: Device = None, **options: Any) -> str | None:
@@ -98,7 +248,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: Devic
     """
     try:
         lane, _ = parse_device(device, q)
-        return backends.get(lane).supports(_dense_options(q, k, v, options).spec)
+        return backends.get(lane).supports(_spec(q, k, v, options))
     except (TypeError, ValueError) as error:
         return str(error)
 
@@ -119,7 +269,7 @@ def lower(
     (the kernel text).
     """
     lane, _ = parse_device(device, q)
-    spec = _dense_options(q, k, v, options).spec
+    spec = _spec(q, k, v, options)
     backend = backends.get(lane)
     reason = backend.supports(spec, arch)
     if reason:
@@ -133,123 +283,25 @@ def unavailable(device: str) -> str | None:
     return backends.get(lane).unavailable()
 
 
-# ------------------------------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------------------------------- helpers
 
 
-_DENSE_DEFAULTS: dict[str, Any] = {
-    "causal": False,
-    "softmax_scale": None,
-    "layout": "bshd",
-    "return_lse": False,
-    "window_size": (-1, -1),
-    "block_causal": 0,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "sink": None,
-}
+def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [x for x in tensors if x is not None]
 
 
-def _dense_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Request:
-    unknown = set(options) - set(_DENSE_DEFAULTS)
-    if unknown:
-        raise TypeError(f"unexpected argument {min(unknown)!r}; accepted are {', '.join(_DENSE_DEFAULTS)}")
-    return _dense(q, k, v, **{**_DENSE_DEFAULTS, **options})
+def _spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> AttentionSpec:
+    """The spec of `attention` for keyword arguments in a dictionary."""
+    known = {f.name: f.default for f in fields(Options)} | {"layout": "bshd"}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unexpected argument {name!r}; accepted are {', '.join(known)}")
+    values = {**known, **given}
+    return requests.dense(q, k, v, values.pop("layout"), Options(**values)).spec
 
 
-def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    layout: str,
-    return_lse: bool,
-    window_size: Any,
-    block_causal: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> Request:
-    """The request of dense q, k, v, or the error its arguments deserve."""
-    check.check_layout(layout)
-    check.check_tensors({"q": 4, "k": 4, "v": 4}, q=q, k=k, v=v)
-    check.check_dense(q, k, v, layout)
-    bhsd = layout == "bhsd"
-    heads = q.shape[1 if bhsd else 2]
-    rows = q.shape[2 if bhsd else 1]
-    spec = _spec(
-        q, v, causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink,
-        q.shape[0], heads, Addressing(),
-    )  # fmt: skip
-
-    def arrange(tensors: Any) -> list[torch.Tensor]:
-        qkv = [unit_last(x) for x in tensors[:3]]
-        return [x.transpose(1, 2) for x in qkv] if bhsd else qkv
-
-    names = ("q", "k", "v")
-    return Request(
-        spec,
-        names + _head_names(spec),
-        _with_head_numbers(arrange, spec, 3, q.shape[0]) if spec.alibi or spec.sink else arrange,
-        (lambda x: x.transpose(1, 2) if x.dim() == 4 else x) if bhsd else (lambda x: x),
-        (*q.shape[:3], v.shape[3]),
-        (q.shape[0], heads, rows),
-        empty=q.numel() == 0 or k.numel() == 0,
-    )
-
-
-def _spec(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    window_size: Any,
-    block_causal: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    batch: int,
-    heads: int,
-    addressing: Addressing,
-) -> AttentionSpec:
-    """What all entry points have in common."""
-    check.check_flag("return_lse", return_lse)
-    if alibi_slopes is not None:
-        check.check_head_numbers("alibi_slopes", alibi_slopes, ((heads,), (batch, heads)), q)
-    if sink is not None:
-        check.check_head_numbers("sink", sink, ((heads,),), q)
-    return AttentionSpec(
-        check.DTYPES[q.dtype],
-        q.shape[-1],
-        v.shape[-1],
-        check.make_scale(softmax_scale, q.shape[-1]),
-        check.make_mask(causal, window_size, block_causal),
-        return_lse,
-        check.make_softcap(softcap),
-        alibi_slopes is not None,
-        sink is not None,
-        addressing,
-    )
-
-
-def _head_names(spec: AttentionSpec) -> tuple[str, ...]:
-    return (("alibi_slopes",) if spec.alibi else ()) + (("sink",) if spec.sink else ())
-
-
-def _with_head_numbers(arrange: Any, spec: AttentionSpec, count: int, batch: int) -> Any:
-    """`arrange` for the first `count` tensors, then slopes as (batch, heads) and the sink, both float32."""
-
-    def both(tensors: Any) -> list[torch.Tensor]:
-        numbers = [x.float() for x in tensors[count:]]
-        if spec.alibi:
-            numbers[0] = numbers[0].expand(batch, numbers[0].shape[-1])
-        return [*arrange(tensors[:count]), *numbers]
-
-    return both
-
-
-def _prepare(request: Request, lane: str, target: torch.device, tensors: Any) -> Call:
+def _prepare(request: Request, device: Device, tensors: list[torch.Tensor]) -> Call:
+    lane, target = parse_device(device, tensors[0])
     backend = backends.get(lane)
     reason = backend.supports(request.spec)
     if reason:
@@ -259,7 +311,7 @@ def _prepare(request: Request, lane: str, target: torch.device, tensors: Any) ->
         raise RuntimeError(reason)
     if tensors[0].device.type == "meta":
         raise ValueError('q is on device "meta": it has no values; use supports() or lower()')
-    return Call(request, backend, target, [x for x in tensors if x is not None])
+    return Call(request, backend, target, tensors)
 
 
 def _check_buffers(call: Call, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
@@ -270,3 +322,34 @@ def _check_buffers(call: Call, out: torch.Tensor | None, lse: torch.Tensor | Non
         if not request.spec.return_lse:
             raise ValueError("lse is given, but return_lse is False")
         check.check_buffer("lse", lse, request.lse_shape, torch.float32, call.target)
+
+
+def _with_splits(
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: Lengths,
+    num_splits: int,
+    fixed_split_size: int,
+    device: Device,
+) -> Request:
+    """Decide how many tasks share the keys. Only host-known bounds are used, so that nothing waits for the device."""
+    check.check_count("num_splits", num_splits, 0)
+    check.check_count("fixed_split_size", fixed_split_size, 0)
+    lane, _ = parse_device(device, q)
+    backend = backends.get(lane)
+    longest = k.shape[1] * (1 if lengths.block_table is None else lengths.block_table.shape[1])
+    block_n = backend.plan(request.spec).block_n
+    split_tiles = 1
+    if fixed_split_size:
+        if num_splits:
+            raise ValueError(f"fixed_split_size must be 0 where num_splits is given, got {fixed_split_size}")
+        split_tiles = -(-fixed_split_size // block_n)
+        num_splits = max(1, -(-longest // (split_tiles * block_n)))
+    elif num_splits == 0:
+        rows = request.lse_shape[-1] * request.lse_shape[-2]
+        num_splits = backend.choose_splits(request.spec, rows, longest)
+    if num_splits == 1 and not fixed_split_size:
+        return request
+    sizes = {**request.sizes, "splits": num_splits, "split_tiles": split_tiles}
+    return replace(request, splits=num_splits, sizes=sizes)

@@ -1,4 +1,4 @@
-"""Checks of the user's arguments, the same for every lane: a refusal names the argument, its value, what is accepted."""
+"""Checks of the user's arguments, the same for every lane: a refusal names the argument, its value, what would do."""
 
 from __future__ import annotations
 
@@ -178,6 +178,29 @@ def make_softcap(softcap: Any) -> float:
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
     return float(softcap)
+
+
+def check_states(outs: Any, lses: Any) -> None:
+    """Parts to be merged: equal shapes, and an lse for each."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs and lses must be of one length, at least 1, got {len(outs)} and {len(lses)}")
+    first = outs[0]
+    for name, x in [("out", x) for x in outs] + [("lse", x) for x in lses]:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"every {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != first.device:
+            raise ValueError(f"every {name} must be on {first.device}, got {x.device}")
+    if first.dim() not in (3, 4) or first.dtype not in DTYPES:
+        raise ValueError(
+            f"every out must be a float tensor of 3 or 4 dimensions, got {first.dtype} {tuple(first.shape)}"
+        )
+    shape = tuple(first.shape[i] for i in ((1, 0) if first.dim() == 3 else (0, 2, 1)))
+    for x in outs:
+        if x.shape != first.shape or x.dtype != first.dtype:
+            raise ValueError(f"every out must be {first.dtype} {tuple(first.shape)}, got {x.dtype} {tuple(x.shape)}")
+    for x in lses:
+        if tuple(x.shape) != shape or x.dtype != torch.float32:
+            raise ValueError(f"every lse must be torch.float32 {shape}, got {x.dtype} {tuple(x.shape)}")
 
 
 def check_buffer(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

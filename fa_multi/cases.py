@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Fields of a case that are arguments of `fa_multi.attention` and of the reference, under the same names.
 OPTIONS = ("causal", "softmax_scale", "layout")
-_DRAWN_AT_ONCE = 1 << 17  # elements; float64 temporaries of this size stay in cache
+_DRAWN_AT_ONCE = 1 << 14  # elements; float64 temporaries of this size stay in cache
 
 
 @dataclass(frozen=True)

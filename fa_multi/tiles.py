@@ -162,8 +162,8 @@ class Arith(Expr):
         if self.op in ("max", "min"):
             return f"{self.op}({a}, {b})"
         a = f"({a})" if self.op in "*/" and isinstance(self.a, Arith) and self.a.op in "+-" else a
-        infix = isinstance(self.b, Arith) and self.b.op not in ("max", "min")
-        b = f"({b})" if infix and not (self.op == "+" and self.b.op in "+*/") else b
+        inner = self.b.op if isinstance(self.b, Arith) else ""
+        b = f"({b})" if inner in ("+", "-", "*", "/") and not (self.op == "+" and inner != "-") else b
         return f"{a} {self.op} {b}"
 
 

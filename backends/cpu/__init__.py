@@ -30,7 +30,13 @@ class CpuBackend:
     def unavailable(self) -> str | None:
         return None
 
-    def plan(self, spec: Spec, block_m: int = BLOCK_M, block_n: int = BLOCK_N) -> Plan:
+    def plan(self, spec: Spec, arch: str | None = None) -> Plan:
+        return self._plan(spec, BLOCK_M, BLOCK_N)
+
+    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
+        return 1  # every core is busy with one task already
+
+    def _plan(self, spec: Spec, block_m: int, block_n: int) -> Plan:
         dim = spec.head_dim
         return Plan(block_m, block_n, dim, dim if isinstance(spec, CombineSpec) else spec.head_dim_v)
 
@@ -43,7 +49,7 @@ class CpuBackend:
         # Nothing is compiled here, so tiles need not be larger than the problem.
         rows = inputs["q"].shape[1] if "q" in inputs else BLOCK_M
         keys = inputs["k"].shape[1] if "k" in inputs and "block_table" not in inputs else BLOCK_N
-        program = build(spec, self.plan(spec, min(max(rows, 1), BLOCK_M), min(max(keys, 1), BLOCK_N)))
+        program = build(spec, self._plan(spec, min(max(rows, 1), BLOCK_M), min(max(keys, 1), BLOCK_N)))
         arguments = tensors(spec)
 
         def launch(*values: torch.Tensor) -> None:

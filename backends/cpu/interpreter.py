@@ -125,14 +125,15 @@ class _Task:
         if access.table is not None:
             pages = self.tensors[access.table.name][_column(batch), row // access.page_size].long()
             places |= {"page": pages, "slot": row % access.page_size, "head": _column(head)}
-        return tuple(places[d] for d in access.tensor.dims)
+        # torch puts the tasks' axis first if every other index is a tensor too, a plain int would not do
+        chosen = (places[d] for d in access.tensor.dims)
+        return tuple(torch.tensor([x]) if isinstance(x, int) else x for x in chosen)
 
     def load(self, op: Load) -> None:
-        _, rows = self.rows(op.src)
         values = self.tensors[op.src.tensor.name][self.index(op.src)]
         if values.shape[1:] != op.dst.shape or len(values) != self.count:
             tile = values.new_zeros((self.count, *op.dst.shape))
-            tile[:, :rows, : values.shape[2]] = values
+            tile[(slice(None), *(slice(n) for n in values.shape[1:]))] = values
             values = tile
         self.tiles[op.dst] = values
 

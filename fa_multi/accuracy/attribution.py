@@ -1,24 +1,27 @@
 """Which keys an error comes from: the change of their weights that best explains it.
 
-Let row i see keys with weights p_ij (summing to 1), with golden output g_i = sum_j p_ij v_j. If a kernel counts key j of
-some class 1 + c times instead of once, its output a_i obeys, exactly,
+Let row i see keys with weights p_ij (summing to 1), with golden output g_i = sum_j p_ij v_j. A kernel that counts the
+keys of some classes 1 + c times instead of once, c = c(class of j), returns
 
-    a_i - g_i = sum_j c p_ij (v_j - a_i),
+    a_i = (g_i + sum_j c p_ij v_j) / (1 + sum_j c p_ij),   so to first order   a_i - g_i = sum_j c p_ij (v_j - g_i).
 
-which is linear in c. So least squares over rows and columns gives c per class of keys, with a standard error: -1 for keys
-that were left out, +1 for keys counted twice, or for hidden keys that were let in. Classes are the distance of a key
-from the edge of the row's mask, or its block. Weights and mask come from the reference as a black box: weights as the
-output for unit vectors as v, the mask from the output for q = 0. So every option of the reference is covered.
+Least squares over rows and columns gives c per class with a standard error: about -1 for keys left out, +1 for keys
+counted twice, or for hidden keys let in. What stands out is then put into the exact formula, as -1 or +1, and counts
+only if that reproduces the result. Classes are the distance of a key from the edge of the row's mask, or its block.
+
+Weights and mask come from the reference as a black box: weights are its output for unit vectors as v, the mask follows
+from its output for q = 0. So its options are covered without being known here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from .. import reference
-from .problem import MASK_OPTIONS, Problem
+from .problem import MASK_OPTIONS, POSITION_OPTIONS, Problem
 
 ROWS = 256  # rows that an attribution looks at
 _KEYS_AT_ONCE = 1024
@@ -46,25 +49,22 @@ class HeadView:
 
 @dataclass
 class Attribution:
-    """Least-squares change of the weights of classes of keys.
+    """First-order change of the weights of classes of keys.
 
     labels: of the classes. change: c. error: its standard error. weight: mean golden weight of the class where it exists.
-    explained: share of the squared error that the changes explain.
+    found: (label, -1 or +1) of the classes that stand out. explained: share of the squared error of the result that the
+    exact formula with `found` accounts for; 0 if nothing stands out.
     """
 
     labels: list[int]
     change: list[float]
     error: list[float]
     weight: list[float]
+    found: list[tuple[int, int]]
     explained: float
 
     def to_dict(self) -> dict[str, object]:
         return dict(vars(self))
-
-    def clear(self) -> list[tuple[int, float]]:
-        """(label, change) of classes that changed by more than a third, beyond doubt."""
-        found = zip(self.labels, self.change, self.error)
-        return [(label, c) for label, c, error in found if abs(c) > 0.33 and abs(c) > 6 * error]
 
 
 @dataclass
@@ -86,10 +86,12 @@ class EdgeProfile:
 
 
 def view_head(problem: Problem, batch: int, head: int, result: torch.Tensor, row_error: torch.Tensor) -> HeadView | None:
-    """The head for attribution, or None if it has no row that sees a key.
+    """The head for attribution; None if it has no row that sees a key, or scores that depend on a row's position.
 
     result : (seqlen_q, dim_v), the output of the head. row_error : (seqlen_q,), its error by row.
     """
+    if any(n in problem.tensors for n in POSITION_OPTIONS):
+        return None
     q, k, v = (problem.by_head(t)[batch] for t in problem.qkv())
     key_head = head // (q.shape[0] // k.shape[0])
     heads = slice(head, head + 1), slice(key_head, key_head + 1)
@@ -106,7 +108,7 @@ def view_head(problem: Problem, batch: int, head: int, result: torch.Tensor, row
         result=result[rows].double(),
         golden=golden["out"][0, rows],
         values=v[key_head].double(),
-        weights=_weights(problem, q[head, rows], k[key_head], lse),
+        weights=_weights(problem, heads, q[head, rows], k[key_head], lse),
         first=first[rows],
         last=first[rows] + count[rows] - 1,
     )
@@ -122,11 +124,10 @@ def visible_interval(
     q, k, _ = (problem.by_head(t)[batch : batch + 1].double() for t in problem.qkv())
     q, k = torch.zeros_like(q[:, heads_q]), k[:, heads_k]
     index = torch.arange(k.shape[2], dtype=torch.float64)
-    probe = torch.stack([index, torch.ones_like(index)], -1)[None, None]
-    out, lse = reference.attention(q, k, probe, **problem.reference_options())
-    mass = out[0, 0, :, 1]
-    count = (mass * lse[0, 0].exp()).round().long()
-    middle = torch.where(mass > 0, out[0, 0, :, 0] / mass, 0.0)
+    mask = {n: problem.options[n] for n in MASK_OPTIONS if n in problem.options}
+    out, lse = reference.attention(q, k, index[None, None, :, None], layout="bhsd", **mask)
+    count = lse[0, 0].exp().round().long()
+    middle = out[0, 0, :, 0]
     return (middle - (count - 1) / 2).round().long().clamp_min(0), count
 
 
@@ -140,9 +141,11 @@ def _choose(row_error: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return torch.cat([even, worst]).unique()
 
 
-def _weights(problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _weights(
+    problem: Problem, heads: tuple[slice, slice], q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
     """exp(score - lse) of all keys for some rows, (rows, keys) float64. q (rows, dim), k (keys, dim), lse (rows, 1)."""
-    options = {n: x for n, x in problem.reference_options().items() if n not in MASK_OPTIONS}
+    options = {n: x for n, x in problem.reference_options(heads[0]).items() if n not in MASK_OPTIONS}
     keys = k.shape[0]
     parts = []
     for start in range(0, keys, _KEYS_AT_ONCE):
@@ -160,47 +163,61 @@ def by_edge(view: HeadView, lower: bool = False) -> Attribution | None:
         return None
     keys = view.values.shape[0]
     labels = list(range(-INSIDE, OUTSIDE + 1))
-    columns, weights = [], []
+    members = []
     for distance in labels:
         key = view.first - distance if lower else view.last + distance
-        inside = (key >= view.first) & (key <= view.last) if distance <= 0 else (key >= 0) & (key < keys)
-        index = key.clamp(0, keys - 1)
-        weight = view.weights.gather(1, index[:, None])[:, 0] * inside
-        columns.append(weight[:, None] * (view.values[index] - view.result))
-        weights.append(float(weight.sum() / inside.sum().clamp_min(1)))
-    return _fit(view, labels, columns, weights)
+        there = (key >= view.first) & (key <= view.last) if distance <= 0 else (key >= 0) & (key < keys)
+        member = torch.zeros_like(view.weights, dtype=torch.bool)
+        members.append(member.scatter_(1, key.clamp(0, keys - 1)[:, None], there[:, None]))
+    return _attribute(view, labels, members)
 
 
 def by_block(view: HeadView, block: int) -> Attribution:
     """Attribution to blocks of `block` visible keys; a label is the block's first key."""
-    keys = view.values.shape[0]
-    index = torch.arange(keys)
-    seen = view.weights * ((index >= view.first[:, None]) & (index <= view.last[:, None]))
-    labels = list(range(0, keys, block))
+    index = torch.arange(view.values.shape[0])
+    seen = (index >= view.first[:, None]) & (index <= view.last[:, None])
+    labels = list(range(0, len(index), block))
+    return _attribute(view, labels, [seen & (index // block == i) for i in range(len(labels))])
+
+
+def _attribute(view: HeadView, labels: list[int], members: list[torch.Tensor]) -> Attribution:
+    """Least squares on the classes, then the exact formula with those that stand out. members: (rows, keys) bool."""
     columns, weights = [], []
-    for start in labels:
-        part = seen[:, start : start + block]
+    for member in members:
+        part = view.weights * member
         total = part.sum(1, keepdim=True)
-        columns.append(part @ view.values[start : start + block] - total * view.result)
-        weights.append(float(total.mean()))
-    return _fit(view, labels, columns, weights)
+        columns.append(part @ view.values - total * view.golden)
+        weights.append(float(total.sum() / member.any(1).sum().clamp_min(1)))
+    error = torch.nan_to_num(view.result - view.golden, 0.0, 0.0, 0.0)
+    change, spread = _least_squares(torch.stack([c.flatten() for c in columns], 1), error.flatten())
+    found = [
+        (i, -1 if c < 0 else 1) for i, (c, s) in enumerate(zip(change, spread)) if abs(c) > 0.3 and abs(c) > 5 * s
+    ]
+    explained = _explained(view, ((members[i], c) for i, c in found), error) if found else 0.0
+    return Attribution(labels, change, spread, weights, [(labels[i], c) for i, c in found], explained)
 
 
-def _fit(view: HeadView, labels: list[int], columns: list[torch.Tensor], weights: list[float]) -> Attribution:
-    """Least squares of the error on the classes that exist."""
-    error = torch.nan_to_num(view.result - view.golden, 0.0, 0.0, 0.0).flatten()
-    design = torch.nan_to_num(torch.stack([c.flatten() for c in columns], 1), 0.0, 0.0, 0.0)
+def _least_squares(design: torch.Tensor, error: torch.Tensor) -> tuple[list[float], list[float]]:
+    """(coefficients, standard errors) of `error` on the columns of `design`; 0 for columns that are 0."""
     sizes = design.norm(dim=0)
     there = sizes > 1e-9 * sizes.max().clamp_min(1e-300)
-    change, spread = torch.zeros(len(labels), dtype=torch.float64), torch.zeros(len(labels), dtype=torch.float64)
-    explained, total = 0.0, float(error.square().sum())
-    if bool(there.any()) and total:
+    change, spread = torch.zeros_like(sizes), torch.zeros_like(sizes)
+    if bool(there.any()):
         scaled = design[:, there] / sizes[there]
-        solved = torch.linalg.lstsq(scaled, error[:, None], driver="gelsd").solution[:, 0]
-        rest = float((error - scaled @ solved).square().sum())
-        variance = rest / max(1, len(error) - int(there.sum()))
-        inverse = torch.linalg.pinv(scaled.T @ scaled)
+        inverse = torch.linalg.pinv(scaled.T @ scaled, rtol=1e-10)
+        solved = inverse @ (scaled.T @ error)
+        variance = float((error - scaled @ solved).square().sum()) / max(1, len(error) - int(there.sum()))
         change[there] = solved / sizes[there]
         spread[there] = (inverse.diagonal().clamp_min(0) * variance).sqrt() / sizes[there]
-        explained = 1 - rest / total
-    return Attribution(labels, change.tolist(), spread.tolist(), weights, explained)
+    return change.tolist(), spread.tolist()
+
+
+def _explained(view: HeadView, changes: Iterable[tuple[torch.Tensor, int]], error: torch.Tensor) -> float:
+    """Share of the squared error that is gone once the changes are made to the golden result."""
+    part = torch.zeros_like(view.weights)
+    for member, change in changes:
+        part += change * view.weights * member
+    total = 1 + part.sum(1, keepdim=True)
+    changed = torch.where(total > 1e-9, (view.golden + part @ view.values) / total, 0.0)
+    size = float(error.square().sum())
+    return 1 - float((view.golden + error - changed).square().sum()) / size if size else 0.0

@@ -195,8 +195,9 @@ def _measure(
     batch, heads, _, rows = problem.sizes
     pairs = [*sources, "naive"] if golden else []
     pairs += ["ab"] if "b" in sources else []
+    scale = {"out": problem.scale()}
     tallies = {
-        (name, pair): Tally(batch, heads, rows, dtype, *limits.small(dtype))
+        (name, pair): Tally(batch, heads, rows, dtype, *limits.small(dtype, scale.get(name, 1.0)))
         for name, dtype in dtypes.items()
         for pair in pairs
     }
@@ -230,7 +231,7 @@ def _report(
             report.outcomes += _judge(name, side, own, step, limits)
     if "ab" in own and "naive" in own:
         assert report.a is not None and report.b is not None
-        report.ratios, outcome = standards.dual(report.a, report.b, step * (64 if name == "lse" else 1), limits)
+        report.ratios, outcome = standards.dual(report.a, report.b, dtype, limits)
         report.outcomes.append(outcome)
         report.disagreement = _disagreement(report.outcomes)
     elif "ab" in own:

@@ -169,10 +169,10 @@ def _mass(own: Mapping[str, Tally], naive: Mapping[str, Tally]) -> list[str]:
     place: Place = tally.m.worst[0]
     lse_fits = "lse" in own and own["lse"].m.max_abs <= 1e-3 * max(1.0, own["lse"].m.reference_max)
     cause = "numerator and denominator disagree"
-    if tally.m.max_abs > 0.05:
-        cause += ": a rescale of the accumulator is missing or doubled" if lse_fits else ""
+    if place.result > 1.05 * place.reference:
+        cause += ": a rescale of the accumulator is missing" if lse_fits else ""
     else:
-        cause += ": sums or probabilities are kept in too few bits"
+        cause += ": sums or probabilities are kept in too few bits, or a tile is missing from one of them"
     return [f"softmax mass is wrong, {place}; {cause}"]
 
 
@@ -181,11 +181,8 @@ def _edges(profile: EdgeProfile) -> list[str]:
     for name, fit in (("upper", profile.upper), ("lower", profile.lower)):
         if fit is None or fit.explained < _EXPLAINED:
             continue
-        shown = fit.clear()
-        if not shown or any(abs(abs(c) - 1) > 0.4 for _, c in shown):
-            continue
-        what = "; ".join(_edge_text(d, c) for d, c in shown if d > -INSIDE or len(shown) <= INSIDE)
-        more = " and beyond: a whole tile" if len(shown) > INSIDE else ""
+        what = "; ".join(_edge_text(d, c) for d, c in fit.found if d > -INSIDE or len(fit.found) <= INSIDE)
+        more = " and beyond: a whole tile" if len(fit.found) > INSIDE else ""
         findings.append(
             f"at the {name} mask edge, {what}{more} (explains {fit.explained:.0%} of the error of batch {profile.batch} "
             f"head {profile.head})"
@@ -215,14 +212,12 @@ def _blocks(view: HeadView) -> list[str]:
     return findings
 
 
-def _runs(fit: Attribution, block: int, keys: int) -> list[tuple[int, int, float]]:
-    """Clear classes joined where they touch: (first key, one past the last, change), if all change by about +-1."""
-    runs: list[tuple[int, int, float]] = []
-    for start, change in fit.clear():
-        if abs(abs(change) - 1) > 0.4:
-            return []
+def _runs(fit: Attribution, block: int, keys: int) -> list[tuple[int, int, int]]:
+    """Classes that stand out, joined where they touch: (first key, one past the last, -1 or +1)."""
+    runs: list[tuple[int, int, int]] = []
+    for start, change in fit.found:
         end = min(start + block, keys)
-        if runs and runs[-1][1] == start and (runs[-1][2] < 0) == (change < 0):
+        if runs and runs[-1][1:] == (start, change):
             runs[-1] = (runs[-1][0], end, change)
         else:
             runs.append((start, end, change))

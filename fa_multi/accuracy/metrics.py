@@ -17,6 +17,7 @@ _ULP_EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64])
 _INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 AXES = ("batch", "head", "query", "dim")
 LISTED = 8  # positions named in a report
+_AT_ONCE = 1 << 14  # elements: in cache, and too few for torch to hand to other threads and wait for them
 
 
 def ulp_distance(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -24,12 +25,12 @@ def ulp_distance(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
     Zeros of both signs are one value. Only finite values have a distance; the rest of the answer means nothing.
     """
-    return (_ordered(x) - _ordered(reference.to(x.dtype))).abs()
+    return (_ordered(x.contiguous()) - _ordered(reference.to(x.dtype).contiguous())).abs()
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the floats, adjacent floats one apart."""
-    bits = x.contiguous().view(_INTEGERS[x.dtype]).to(torch.int64)
+    bits = x.view(_INTEGERS[x.dtype]).to(torch.int64)
     lowest = torch.iinfo(_INTEGERS[x.dtype]).min
     return torch.where(bits < 0, lowest - bits, bits)
 
@@ -116,37 +117,51 @@ class Tally:
         self.counts = dict.fromkeys(("above", "below", "equal", "small_wrong"), 0)
         self.ulp_max = 0
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor, batch: int, head: int, row: int = 0) -> None:
-        """Take in the piece of batch entry `batch` that starts at head `head` and row `row`.
+    def add(self, x: torch.Tensor, reference: torch.Tensor, batch: int, head: int) -> None:
+        """Take in the piece of batch entry `batch` that starts at head `head`.
 
         x : (heads, rows, cols) in the result's dtype. reference : the same shape, float64.
         """
+        heads, rows, cols = x.shape
+        step = max(1, _AT_ONCE // max(1, cols))
+        together = max(1, step // max(1, rows))
+        for h in range(0, heads, together):
+            for row in range(0, rows, step):
+                part = slice(h, h + together), slice(row, row + step)
+                self._add(x[part], reference[part], (batch, head + h, row))
+
+    def _add(self, x: torch.Tensor, reference: torch.Tensor, at: tuple[int, int, int]) -> None:
+        x = x.contiguous()
         wide = x.double()
-        finite = wide.isfinite() & reference.isfinite()
-        self._special(x, wide, reference, finite, (batch, head, row))
-        error = torch.where(finite, wide - reference, 0.0)
-        wide, known = torch.where(finite, wide, 0.0), torch.where(finite, reference, 0.0)
+        error = wide - reference
+        finite = error.isfinite()
+        if bool(finite.all()):
+            known = reference.contiguous()
+        else:
+            finite = wide.isfinite() & reference.isfinite()
+            self._special(wide, reference, finite, at)
+            error, wide, known = (torch.where(finite, t, 0.0) for t in (error, wide, reference))
+        self.m.elements += x.numel()
         size = error.abs()
+        batch, head, row = at
         span = (batch, slice(head, head + x.shape[0]), slice(row, row + x.shape[1]))
         self.row_square[span] = error.square().sum(-1)
         self.row_max[span] = size.amax(-1)
         self.row_top[span] = known.abs().amax(-1)
         self._moments(wide, known, error, int(finite.sum()))
         self._relative(size, known, finite)
-        steps = torch.where(finite, ulp_distance(x, known), 0)
-        index = torch.bucketize(steps, _ULP_EDGES)
-        self.bins += torch.bincount(index[finite], minlength=len(ULP_BINS))
-        self.sums["ulp"] += float(steps.double().sum())
-        self.ulp_max = max(self.ulp_max, int(steps.max()))
-        self._worst(size, wide, known, (batch, head, row))
+        self._ulp(x, known, finite)
+        self._worst(size, wide, known, at)
 
-    def _special(
-        self, x: torch.Tensor, wide: torch.Tensor, ref: torch.Tensor, finite: torch.Tensor, at: tuple[int, int, int]
-    ) -> None:
+    def _ulp(self, x: torch.Tensor, known: torch.Tensor, finite: torch.Tensor) -> None:
+        steps = ulp_distance(x, known)[finite]
+        if len(steps):
+            self.bins += torch.bincount(torch.bucketize(steps, _ULP_EDGES), minlength=len(ULP_BINS))
+            self.sums["ulp"] += float(steps.sum(dtype=torch.float64))
+            self.ulp_max = max(self.ulp_max, int(steps.max()))
+
+    def _special(self, wide: torch.Tensor, ref: torch.Tensor, finite: torch.Tensor, at: tuple[int, int, int]) -> None:
         m = self.m
-        m.elements += x.numel()
-        if bool(finite.all()):
-            return
         m.nan += int(wide.isnan().sum())
         m.pos_inf += int((wide == math.inf).sum())
         m.neg_inf += int((wide == -math.inf).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,11 @@ from ..cases import Case
 from ..random import fingerprint
 
 # Options that only hide keys: without them every key is visible.
-MASK_OPTIONS = ("causal", "window_size")
+MASK_OPTIONS = ("causal", "window_size", "block_causal")
+# Tensors whose last axis is the query head.
+HEAD_OPTIONS = ("sink", "alibi_slopes")
+# Options that add something to a score by where its row stands.
+POSITION_OPTIONS = ("alibi_slopes",)
 # Elements of one piece; the float64 temporaries of a comparison are a small multiple of it.
 _PIECE = 1 << 21
 
@@ -97,12 +102,22 @@ class Problem:
         q, k, v = (self.by_head(t)[batch : batch + 1] for t in self.qkv())
         q, k, v = q[:, heads_q], k[:, heads_k], v[:, heads_k]
         with_ones = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        out, lse = reference.attention(q, k, with_ones, dtype=dtype, **self.reference_options())
+        out, lse = reference.attention(q, k, with_ones, dtype=dtype, **self.reference_options(heads_q, batch))
         return {"out": out[0, ..., :-1].double(), "lse": lse[0].double()[..., None], "mass": out[0, ..., -1:].double()}
 
-    def reference_options(self) -> dict[str, Any]:
-        """Keyword arguments of the reference for views in the layout "bhsd"."""
-        return {**self.options, **self.extra(), "layout": "bhsd"}
+    def reference_options(self, heads_q: slice, batch: int = 0) -> dict[str, Any]:
+        """Keyword arguments of the reference for views (1, some query heads, seq, dim)."""
+        extra = {n: t[..., heads_q] if n in HEAD_OPTIONS else t for n, t in self.extra().items()}
+        extra |= {n: t[batch] for n, t in extra.items() if n in HEAD_OPTIONS and t.dim() == 2}
+        return {**self.options, **extra, "layout": "bhsd"}
+
+    def scale(self) -> float:
+        """Root mean square of v: an output is a weighted mean of v, so this is the scale of outputs. 1 if v is 0."""
+        squares, count = 0.0, 0
+        for part in self.by_head(self.tensors["v"]).unbind(0):
+            squares += float(part.double().square().sum())
+            count += part.numel()
+        return (squares / count) ** 0.5 if squares and math.isfinite(squares) else 1.0
 
 
 def load_inputs(path: Path, options: Mapping[str, Any]) -> list[Problem]:
@@ -123,8 +138,8 @@ def load_inputs(path: Path, options: Mapping[str, Any]) -> list[Problem]:
         raise ValueError(f"--inputs {str(path)!r} cannot be read as safetensors: {error}") from None
     if not groups:
         raise ValueError(f"--inputs {str(path)!r} has no tensors; it must have q, k and v")
-    accepted = set(inspect.signature(fa_multi.attention).parameters) - {"return_lse", "device"}
-    chosen = {**{n: _json(v) for n, v in metadata.items() if n in accepted}, **options}
+    accepted = set(inspect.signature(fa_multi.attention).parameters) - {"return_lse", "device", "out", "lse"}
+    chosen = {**{n: parse_option(v) for n, v in metadata.items() if n in accepted}, **options}
     for name in chosen:
         if name not in accepted - {"q", "k", "v"}:
             raise ValueError(
@@ -149,7 +164,8 @@ def _problem(
     return Problem(re.sub(r"[^\w.-]", "_", prefix or path.stem, flags=re.ASCII), tensors, dict(options))
 
 
-def _json(text: str) -> Any:
+def parse_option(text: str) -> Any:
+    """An option's value: JSON, or the text itself where it is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -27,7 +27,8 @@ class Thresholds:
 
     rules: the rules that decide; the others are still evaluated and printed.
     level: guard level of the dual standard; sets the three ratios where they are not given.
-    small_below, small_atol: per dtype, magnitude below which an element is small, and the error it may then have.
+    small_below, small_atol: per dtype, magnitude below which an element is small, and the error it may then have; for
+        outputs both are times the RMS of v.
     small_count: fewer small elements than this are not judged by their ratio.
     naive_factor: how many times worse than the naive computation. row_factor: slack of that rule for one row.
     lse_nats: absolute error of LSE, plus lse_relative times the largest LSE.
@@ -69,9 +70,9 @@ class Thresholds:
             "small_wrong": self.small_wrong_ratio,
         }
 
-    def small(self, dtype: torch.dtype) -> tuple[float, float]:
-        """(small_below, small_atol) for a dtype."""
-        return self.small_below[_NAMES[dtype]], self.small_atol[_NAMES[dtype]]
+    def small(self, dtype: torch.dtype, scale: float) -> tuple[float, float]:
+        """(small_below, small_atol) for a dtype and values of this scale."""
+        return self.small_below[_NAMES[dtype]] * scale, self.small_atol[_NAMES[dtype]] * scale
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
@@ -189,13 +190,13 @@ def nats(side: str, m: Measures, limits: Thresholds) -> Outcome:
     return Outcome("nats", side, m.max_abs <= limit, text)
 
 
-def dual(a: Measures, b: Measures, step: float, limits: Thresholds) -> tuple[dict[str, float], Outcome]:
+def dual(a: Measures, b: Measures, dtype: torch.dtype, limits: Thresholds) -> tuple[dict[str, float], Outcome]:
     """A's errors against golden over B's, measure by measure, and whether all stay within the level.
 
     A measure that is no larger than what rounding the golden result to the dtype may cause (`floors`) passes whatever
     B has: no device can be asked for less.
     """
-    floor = floors(a, step)
+    floor = floors(a, dtype)
     ratios, bad = {}, []
     for name, limit in limits.ratios().items():
         ratios[name] = ratio(getattr(a, name), getattr(b, name))
@@ -209,8 +210,10 @@ def dual(a: Measures, b: Measures, step: float, limits: Thresholds) -> tuple[dic
     return ratios, Outcome("dual", "ab", not bad, text)
 
 
-def floors(m: Measures, step: float) -> dict[str, float]:
-    """What one rounding to the dtype explains: half a step is its largest relative error, so twice that with slack."""
+def floors(m: Measures, dtype: torch.dtype) -> dict[str, float]:
+    """What rounding explains: one step of the result's dtype at most, half a step in the mean; where the result is as
+    wide as the sums that it comes from (float32), 32 times that."""
+    step = torch.finfo(dtype).eps * (32 if dtype == torch.float32 else 1)
     return {"max_rel": step, "mean_rel": step / 2, "rmse": step / 2 * m.reference_rms, "small_wrong": 0.0}
 
 

@@ -100,7 +100,8 @@ class _Tiles:
 
 def _tile_lets(where: Layout, visible: Interval, block_n: int) -> tuple[tuple[Var, Scalar], ...]:
     """The key tiles a task visits; with `split`, its share of them."""
-    first, last = ROW0, ROW0 + ROWS - 1
+    first: Scalar = ROW0
+    last: Scalar = ROW0 + ROWS - 1
     if where.group is not None:
         first, last = first // GROUP, last // GROUP
     if not where.spec.split:
@@ -155,7 +156,8 @@ def _scaled(e: Expr, scale: float) -> Expr:
 
 def _score_ops(t: _Tiles, where: Layout, col0: Scalar) -> list[Op]:
     """Soft cap, then ALiBi bias, in natural units: what changes a score before the mask."""
-    spec, ops = t.spec, []
+    spec = t.spec
+    ops: list[Op] = []
     if spec.softcap:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates by itself and needs no function but exp
         doubled = exp(Read(t.s) * (2 * spec.softmax_scale / spec.softcap))
