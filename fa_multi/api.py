@@ -133,7 +133,7 @@ def attention_varlen(
     common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
     key = call_key(
         (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink),
-        ("varlen", max_seqlen_q, device, *common.values()),
+        ("varlen", max_seqlen_q, max_seqlen_k, device, *common.values()),
     )
     tensors = [q, k, v, *lengths.tensors(), *common.numbers()]
     call = find(key)

@@ -29,6 +29,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"not on this machine: {count} tests of marker {marker} ({reason})")
 
 
+torch.set_num_threads(1)  # tests are small, and several run at once
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
