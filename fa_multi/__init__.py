@@ -1,5 +1,6 @@
 """fa_multi: attention kernels for NVIDIA GPUs and Huawei Ascend NPUs from one tile program."""
 
+from . import ops as ops  # importing it registers the torch operators
 from .api import (
     attention,
     attention_paged,

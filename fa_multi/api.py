@@ -79,6 +79,12 @@ def attention(
     """
     if torch.is_grad_enabled():
         refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+    if torch.compiler.is_compiling():
+        result = torch.ops.fa_multi.attention(
+            q, k, v, alibi_slopes, sink, causal, softmax_scale, layout, return_lse, *_sides(window_size),
+            block_causal, float(softcap),
+        )  # fmt: skip
+        return _compiled(result, q, device, return_lse, out, lse)
     options = (causal, softmax_scale, layout, return_lse, device, window_size, block_causal, softcap)
     key = call_key((q, k, v, alibi_slopes, sink), options)
     tensors = [q, k, v] if alibi_slopes is None and sink is None else _given(q, k, v, alibi_slopes, sink)
@@ -129,6 +135,12 @@ def attention_varlen(
     """
     if torch.is_grad_enabled():
         refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+    if torch.compiler.is_compiling():
+        result = torch.ops.fa_multi.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, max_seqlen_q, max_seqlen_k, causal,
+            softmax_scale, return_lse, *_sides(window_size), block_causal, float(softcap),
+        )  # fmt: skip
+        return _compiled(result, q, device, return_lse, out, lse)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
     common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
     key = call_key(
@@ -188,6 +200,13 @@ def attention_paged(
     """
     if torch.is_grad_enabled():
         refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sink=sink)
+    if torch.compiler.is_compiling():
+        result = torch.ops.fa_multi.attention_paged(
+            q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, alibi_slopes, sink, max_seqlen_q,
+            num_splits, fixed_split_size, causal, softmax_scale, return_lse, *_sides(window_size), block_causal,
+            float(softcap),
+        )  # fmt: skip
+        return _compiled(result, q, device, return_lse, out, lse)
     lengths = Lengths(cu_seqlens_q, None, cache_seqlens, block_table)
     common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
     key = call_key(
@@ -284,6 +303,27 @@ def unavailable(device: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------- helpers
+
+
+def _sides(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
+    """-1 for no limit: operators take plain ints."""
+    left, right = window_size
+    return (-1 if left is None else left, -1 if right is None else right)
+
+
+def _compiled(
+    result: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    device: Device,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Result:
+    """What an operator returned, as the entry point would."""
+    if device is not None and torch.device(device).type != q.device.type:
+        raise ValueError(f"device must be None or q's {q.device} under torch.compile, got {device!r}")
+    results = [x if buffer is None else buffer.copy_(x) for x, buffer in zip(result, (out, lse))]
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""The names that other libraries' users already type, with those libraries' meanings."""
