@@ -46,7 +46,11 @@ def _cuda_refusal(case: Case) -> str | None:
 
 
 def _ascend_refusal(case: Case) -> str | None:
-    return None
+    return (
+        "q must be float16 or bfloat16 on npu, got float32: float32 runs on the cpu lane"
+        if case.dtype == "fp32"
+        else None
+    )
 
 
 EXPECTED_REFUSALS = {
