@@ -16,6 +16,9 @@ LANES = [
 ]
 
 
+SLOW_TO_COMPILE = ("npu-sim",)  # ten seconds a kernel, and return_lse makes another one
+
+
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_case(case: Case, lane: str) -> None:
@@ -33,8 +36,9 @@ def test_case(case: Case, lane: str) -> None:
     assert out.is_contiguous()
     for name, verdict in zip(("out", "lse"), verdicts(case, q, k, v, out, lse)):
         assert verdict.ok, f"{name}: {verdict}"
-    alone = fa_multi.attention(q, k, v, device=lane, **case.kwargs())
-    assert torch.equal(out, alone), "out depends on return_lse"
+    if lane not in SLOW_TO_COMPILE or case.name in ("causal", "d32"):
+        alone = fa_multi.attention(q, k, v, device=lane, **case.kwargs())
+        assert torch.equal(out, alone), "out depends on return_lse"
 
 
 def _cuda_refusal(case: Case) -> str | None:
