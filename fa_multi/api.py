@@ -77,8 +77,7 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([2, 128, 8, 64])
     """
-    if torch.is_grad_enabled():
-        refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+    refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
     if torch.compiler.is_compiling():
         result = torch.ops.fa_multi.attention(
             q, k, v, alibi_slopes, sink, causal, softmax_scale, layout, return_lse, *_sides(window_size),
@@ -133,8 +132,7 @@ def attention_varlen(
     -------
     out : (total_q, heads_q, head_dim_v). lse : (heads_q, total_q) float32, only with return_lse.
     """
-    if torch.is_grad_enabled():
-        refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+    refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
     if torch.compiler.is_compiling():
         result = torch.ops.fa_multi.attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, max_seqlen_q, max_seqlen_k, causal,
@@ -198,8 +196,7 @@ def attention_paged(
     -------
     out : like q, with v's head dim. lse : (batch, heads_q, seqlen_q), or (heads_q, total_q) with cu_seqlens_q.
     """
-    if torch.is_grad_enabled():
-        refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sink=sink)
+    refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sink=sink)
     if torch.compiler.is_compiling():
         result = torch.ops.fa_multi.attention_paged(
             q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, alibi_slopes, sink, max_seqlen_q,

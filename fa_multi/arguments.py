@@ -48,7 +48,7 @@ def parse_device(device: Device, q: torch.Tensor | None) -> tuple[str, torch.dev
 def refuse_grad(**tensors: Any) -> None:
     """There is no backward: say so rather than return something that silently has no gradient."""
     for name, x in tensors.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+        if x is not None and getattr(x, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires grad, and fa_multi has no backward yet: "
                 f"call it under torch.no_grad(), or pass {name}.detach()"

@@ -44,16 +44,25 @@ class Request:
 
 
 class Call:
-    """A request with its kernel loaded for one device."""
+    """A request with its kernel loaded for one device. What the key of a call determines is settled here, since a call
+    on a small tensor is host time and nothing else."""
 
     def __init__(self, request: Request, backend: Backend, target: torch.device, tensors: Tensors) -> None:
         self.request, self.target = request, target
         self.dtype = getattr(torch, request.spec.dtype)
+        self.return_lse = request.spec.return_lse
+        self.moves = tensors[0].device != target
+        q = tensors[0]
+        self.out_like_q = q.is_contiguous() and tuple(q.shape) == request.out_shape and not self.moves
         self.launch: Launch | None = None
         self.combine: Launch | None = None
+        self.as_given = False
         if request.empty:
             return
-        inputs = dict(zip(request.names, request.arrange([x.to(target) for x in tensors])))
+        given = [x.to(target) for x in tensors]
+        arranged = request.arrange(given)
+        self.as_given = all(x is y for x, y in zip(given, arranged)) and request.arrange_out is as_it_is
+        inputs = dict(zip(request.names, arranged))
         spec, sizes = request.spec, dict(request.sizes)
         if request.splits > 1:
             joined = CombineSpec(spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse)
@@ -62,23 +71,32 @@ class Call:
         self.launch = backend.prepare(spec, inputs, sizes)
 
     def __call__(self, tensors: Tensors, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
-        request, target = self.request, self.target
-        if tensors[0].device != target:
-            tensors = [x.to(target) for x in tensors]
+        request = self.request
+        if self.moves:
+            tensors = [x.to(self.target) for x in tensors]
         if out is None:
-            out = torch.empty(request.out_shape, dtype=self.dtype, device=target)
-        if request.spec.return_lse and lse is None:
-            lse = torch.empty(request.lse_shape, dtype=torch.float32, device=target)
+            if self.out_like_q:
+                out = torch.empty_like(tensors[0])
+            else:
+                out = torch.empty(request.out_shape, dtype=self.dtype, device=self.target)
+        if self.return_lse and lse is None:
+            lse = torch.empty(request.lse_shape, dtype=torch.float32, device=self.target)
         if request.fill or self.launch is None:
             self._fill(tensors, out, lse)
         if self.launch is not None:
-            results = [request.arrange_out(x) for x in (out, lse) if x is not None]
-            inputs = request.arrange(tensors)
-            if self.combine is None:
-                self.launch(*inputs, *results)
+            if self.as_given and self.combine is None:
+                self.launch(*tensors, out) if lse is None else self.launch(*tensors, out, lse)
             else:
-                self._split(inputs, results)
-        return (out, lse) if request.spec.return_lse else out  # type: ignore[return-value]
+                self._arranged(request.arrange(tensors), out, lse)
+        return (out, lse) if self.return_lse else out  # type: ignore[return-value]
+
+    def _arranged(self, inputs: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        assert self.launch is not None
+        results = [self.request.arrange_out(x) for x in (out, lse) if x is not None]
+        if self.combine is None:
+            self.launch(*inputs, *results)
+        else:
+            self._split(inputs, results)
 
     def _split(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """Partial results in fp32, then their combination, which alone knows the sink."""
@@ -102,6 +120,11 @@ class Call:
             self.request.arrange_out(lse).copy_(sink[None, :, None].expand_as(self.request.arrange_out(lse)))
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    """The `arrange_out` of a request whose results are laid out as the program's."""
+    return x
+
+
 def unit_last(x: torch.Tensor) -> torch.Tensor:
     """`x` itself if its last stride is 1, else a copy."""
     if x.stride(-1) == 1 or x.numel() == 0:
@@ -116,30 +139,35 @@ _MAX_CALLS = 4096
 
 def call_key(tensors: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a prepared call depends on: shapes, strides, dtypes, devices, alignment to 16 bytes, and the options with
-    their types (1 == True == 1.0, but the checks tell them apart). None if an argument is not fit for a key."""
+    their types (1 == True == 1.0, but the checks tell them apart). None where an argument is no tensor."""
     try:
         where = 0
         parts: list[Any] = []
         for x in tensors:
-            if x is None:
-                parts.append(None)
-            else:
+            if x is not None:
                 parts += (x.shape, x.stride(), x.dtype, x.device)
                 where |= x.data_ptr()
-        key = (*parts, where & 15, *options, *map(type, options))
-        hash(key)
+            else:
+                parts.append(None)
     except (AttributeError, TypeError, RuntimeError):
         return None
-    return key
+    return (*parts, where & 15, *options, *map(type, options))
 
 
 def find(key: tuple[Any, ...] | None) -> Call | None:
     """The call prepared under a key, if any."""
-    return None if key is None else _calls.get(key)
+    try:
+        return _calls.get(key)
+    except TypeError:  # an option that cannot be hashed, such as a list; the checks say whether it is acceptable
+        return None
 
 
 def remember(key: tuple[Any, ...] | None, call: Call) -> Call:
-    """Keep a prepared call; the oldest goes when there are too many."""
+    """Keep a prepared call if its key can be one; the oldest goes when there are too many."""
+    try:
+        hash(key)
+    except TypeError:
+        return call
     if key is not None:
         if len(_calls) >= _MAX_CALLS:
             del _calls[next(iter(_calls))]

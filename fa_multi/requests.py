@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import arguments as check
-from .calls import Request, Tensors, unit_last
+from .calls import Request, Tensors, as_it_is, unit_last
 from .spec import Addressing, AttentionSpec
 
 
@@ -74,7 +74,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, option
         spec,
         ("q", "k", "v", *_number_names(spec)),
         _with_numbers(arrange, spec, 3, q.shape[0]),
-        (lambda x: x.transpose(1, 2) if x.dim() == 4 else x) if bhsd else (lambda x: x),
+        (lambda x: x.transpose(1, 2) if x.dim() == 4 else x) if bhsd else as_it_is,
         (*q.shape[:3], v.shape[3]),
         (q.shape[0], heads, rows),
         empty=q.numel() == 0 or k.numel() == 0,
@@ -163,7 +163,7 @@ def paged(
         spec,
         names,
         _with_numbers(arrange, spec, 3 + len(lengths.tensors()), batch),
-        lambda x: x,
+        as_it_is,
         (*q.shape[:3], v.shape[3]),
         (batch, heads, rows),
         empty=q.numel() == 0 or k.numel() == 0 or (table is not None and table.numel() == 0),

@@ -52,10 +52,11 @@ def test_window_is_inclusive_and_applies_to_one_query() -> None:
     assert torch.equal(out, fa_multi.attention(q, k[:, 7:], v[:, 7:]))
 
 
-def test_no_limit_has_two_spellings() -> None:
+def test_no_limit_has_two_spellings_and_a_list_will_do() -> None:
     q, k, v = qkv()
     a = fa_multi.attention(q, k, v, window_size=(-1, 3))
-    assert torch.equal(a, fa_multi.attention(q, k, v, window_size=(None, 3)))
+    for same in ((None, 3), [-1, 3]):
+        assert torch.equal(a, fa_multi.attention(q, k, v, window_size=same))
 
 
 def test_sink_of_minus_infinity_is_no_sink() -> None:
