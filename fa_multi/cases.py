@@ -1,6 +1,6 @@
 """THE case list: every lane runs it, the tests and `fa-multi` alike. A case is a named attention call with its inputs.
 
-Inputs depend on the seed, the case's name and the tensor's name alone (`random.py`), on every machine.
+Inputs depend on the seed, the case's name and the tensor's name alone (`philox.py`), on every machine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from . import reference
-from .random import key, normal
+from .philox import key, normal
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -124,7 +125,12 @@ class Case:
             value = getattr(self, field)
             if not (value is None and field == "head_dim_v") and (type(value) is not int or value < 0):
                 refuse(field, "an integer >= 0")
-        choices = {"dtype": DTYPES, "values": VALUES, "view": VIEWS, "layout": ("bshd", "bhsd")}
+        choices: dict[str, Iterable[str]] = {
+            "dtype": DTYPES,
+            "values": VALUES,
+            "view": VIEWS,
+            "layout": ("bshd", "bhsd"),
+        }
         for field, accepted in choices.items():
             if getattr(self, field) not in accepted:
                 refuse(field, f"one of {', '.join(accepted)}")
@@ -339,8 +345,6 @@ def load(path: Path) -> list[Case]:
 
     Raises ValueError, naming the file, for anything else.
     """
-    import yaml
-
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .roles import Release, RoleProgram, StagedLoop, Step
+from .roles import Block, Release, RoleProgram, StagedLoop, Step, format_steps, spans
 from .scalars import Scalar, Var
 from .tiles import Mma, Op, Phase, Tile
 
@@ -32,7 +32,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class OverlappedLoop(Op):
+class OverlappedLoop(Block):
     """prologue (trip 0); steady for var = 0 .. trips - 2; epilogue (trip trips - 1). Nothing runs if trips is 0.
     Phases count trips of the steps that are one ahead."""
 
@@ -42,6 +42,17 @@ class OverlappedLoop(Op):
     steady: tuple[Timed, ...]
     epilogue: tuple[Op, ...]
     phases: tuple[Phase, ...]
+
+    def lines(self, indent: str) -> list[str]:
+        inner, steady = indent + "    ", [f"{indent}    {t.step}   # trip {self.var} + {t.ahead}" for t in self.steady]
+        return [
+            f"{indent}trip 0 of {self.trips}, none if that is 0   # {spans(self.phases)}",
+            *format_steps(self.prologue, inner),
+            f"{indent}for {self.var} in 0 .. {self.trips} - 1",
+            *steady,
+            f"{indent}last trip",
+            *format_steps(self.epilogue, inner),
+        ]
 
 
 def overlap(role: RoleProgram) -> RoleProgram:

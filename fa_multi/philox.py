@@ -40,10 +40,10 @@ def normal(key: int, start: int, count: int) -> np.ndarray:
 
 
 def fingerprint(x: torch.Tensor) -> str:
-    """SHA-256 (64 hex digits) of a tensor's dtype, shape and values in index order; strides and device do not matter."""
+    """SHA-256 (64 hex digits) of a tensor's dtype, shape and values in index order; strides do not matter."""
     h = hashlib.sha256(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}\n".encode())
     for part in _parts(x.detach()):
-        h.update(memoryview(part.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        h.update(memoryview(part.cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return h.hexdigest()
 
 

@@ -128,14 +128,30 @@ class Stage:
     body: tuple[Op, ...]
 
 
+class Block(Op):
+    """A step made of steps."""
+
+    def lines(self, indent: str) -> list[str]:
+        """Readable lines."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class StagedLoop(Op):
+class StagedLoop(Block):
     """Steps t = 0 .. trips - 1 + largest lag; at each, the stages in order. `var` in a stage is that stage's trip."""
 
     var: Var
     trips: Scalar
     stages: tuple[Stage, ...]
     phases: tuple[Phase, ...]
+
+    def lines(self, indent: str) -> list[str]:
+        lines = [f"{indent}for {self.var} in 0 .. {self.trips}   # {spans(self.phases)}"]
+        for stage in self.stages:
+            if stage.lag:
+                lines.append(f"{indent}  {stage.lag} trip{'s' if stage.lag > 1 else ''} behind:")
+            lines += format_steps(stage.body, indent + ("    " if stage.lag else "  "))
+        return lines
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,7 @@ class RoleProgram:
 
     def __str__(self) -> str:
         rings = [f"  keep {t} for {n} trips" for t, n in self.rings]
-        return "\n".join([f"role {self.role}", *rings, *_format(self.body, "  ")])
+        return "\n".join([f"role {self.role}", *rings, *format_steps(self.body, "  ")])
 
 
 @dataclass(frozen=True)
@@ -299,16 +315,14 @@ def _signals(ops: Sequence[Op], role: str, channels: Sequence[Channel]) -> list[
     return steps
 
 
-def _format(ops: Iterable[Op], indent: str) -> list[str]:
+def spans(phases: Iterable[Phase]) -> str:
+    """Where a loop's masks apply."""
+    return ", ".join(f"{'masked' if p.masked else 'unmasked'} to {p.stop}" for p in phases)
+
+
+def format_steps(steps: Iterable[Op], indent: str) -> list[str]:
+    """Readable lines for the steps of a role."""
     lines = []
-    for op in ops:
-        if isinstance(op, StagedLoop):
-            spans = ", ".join(f"{'masked' if p.masked else 'unmasked'} to {p.stop}" for p in op.phases)
-            lines.append(f"{indent}for {op.var} in 0 .. {op.trips}   # {spans}")
-            for stage in op.stages:
-                if stage.lag:
-                    lines.append(f"{indent}  {stage.lag} trip{'s' if stage.lag > 1 else ''} behind:")
-                lines += _format(stage.body, indent + ("    " if stage.lag else "  "))
-        else:
-            lines.append(f"{indent}{op}")
+    for step in steps:
+        lines += step.lines(indent) if isinstance(step, Block) else [f"{indent}{step}"]
     return lines

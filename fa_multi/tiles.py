@@ -454,8 +454,8 @@ def format_ops(ops: Iterable[Op], indent: str) -> list[str]:
     lines = []
     for op in ops:
         if isinstance(op, Loop):
-            spans = ", ".join(f"{'masked' if p.masked else 'unmasked'} to {p.stop}" for p in op.phases)
-            lines.append(f"{indent}for {op.var} in 0 .. {op.trips}   # {spans}")
+            masks = ", ".join(f"{'masked' if p.masked else 'unmasked'} to {p.stop}" for p in op.phases)
+            lines.append(f"{indent}for {op.var} in 0 .. {op.trips}   # {masks}")
             lines += format_ops(op.body, indent + "  ")
         else:
             lines.append(f"{indent}{op}")

@@ -32,55 +32,66 @@ class Call:
     splits: dict[str, int] = field(default_factory=dict)
 
 
-def draw(random: Random, kinds: tuple[str, ...] = ("dense", "varlen", "paged"), longest: int = 90) -> Call:
-    """A call; small sizes, with the awkward ones likely."""
-    kind = random.choice(kinds)
+def draw(
+    random: Random,
+    kernel: Random | None = None,
+    kinds: tuple[str, ...] = ("dense", "varlen", "paged"),
+    longest: int = 90,
+) -> Call:
+    """A call; small sizes, with the awkward ones likely. What needs a kernel of its own is drawn from `kernel`, so that
+    many calls can share a few kernels."""
+    kernel = kernel or random
+    kind = kernel.choice(kinds)
 
     def length() -> int:
         return random.choice([0, 1, 2, 15, 16, 17, random.randint(1, longest), random.randint(1, longest)])
 
     count = random.randint(1, 3)
+    few = kernel.random() < 0.7  # queries against a cache: so few that the heads of a group share a tile
     if kind == "dense":
-        pair = (max(length(), 1), max(length(), 1))
-        lengths = (pair,) * count
+        lengths = ((max(length(), 1), max(length(), 1)),) * count
     elif kind == "varlen":
         lengths = tuple((length(), length()) for _ in range(count))
     else:
-        queries = random.choice([1, 1, 2, 5, 33])
+        queries = random.choice([1, 1, 2, 5] if few else [33, 40])
         lengths = tuple((queries, length()) for _ in range(count))
-    group = random.choice([1, 1, 2, 3, 5, 8])
+    group = kernel.choice([1, 1, 2, 3, 5, 8])
     heads_k = random.choice([1, 2])
-    d = random.choice([8, 16, 32, 64, 72])
-    options: dict[str, Any] = {"causal": random.random() < 0.5}
-    if random.random() < 0.35:
-        options["window_size"] = tuple(random.choice([-1, 0, 1, 7, 40]) for _ in range(2))
-    if random.random() < 0.15:
-        options["block_causal"] = random.choice([1, 3, 16])
-    if random.random() < 0.2:
-        options["softcap"] = random.choice([1.0, 20.0])
-    if random.random() < 0.2:
-        options["alibi_slopes"] = [random.random() for _ in range(heads_k * group)]
-    if random.random() < 0.25:
-        values = [-math.inf, math.inf, -30.0, 0.0, 3.0, 30.0]
-        options["sink"] = [random.choice(values) for _ in range(heads_k * group)]
-    if random.random() < 0.2:
-        options["softmax_scale"] = random.choice([0.01, 1.0])
+    d = kernel.choice([8, 16, 32, 64, 72])
     splits = {}
     if kind == "paged":
-        splits = random.choice([{}, {"num_splits": 1}, {"num_splits": 3}, {"num_splits": 40}, {"fixed_split_size": 64}])
+        splits = random.choice([{"num_splits": 3}, {"num_splits": 40}, {"fixed_split_size": 64}])
+        splits = kernel.choice([{}, {"num_splits": 1}, splits])
     return Call(
         kind,
         lengths,
         heads_k,
         group,
         d,
-        random.choice([d, d, 40]),
-        random.choice(list(DTYPES)),
+        kernel.choice([d, d, 40]),
+        kernel.choice(list(DTYPES)),
         random.getrandbits(30),
-        random.choice([1, 16, 32, 48, 64, 128]),
-        options,
+        kernel.choice([1, 16, 32, 48, 64, 128]),
+        _options(random, kernel, heads_k * group),
         splits,
     )
+
+
+def _options(random: Random, kernel: Random, heads: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": kernel.random() < 0.5}
+    if kernel.random() < 0.35:
+        options["window_size"] = tuple(kernel.choice([-1, 0, 1, 7, 40]) for _ in range(2))
+    if kernel.random() < 0.15:
+        options["block_causal"] = kernel.choice([1, 3, 16])
+    if kernel.random() < 0.2:
+        options["softcap"] = kernel.choice([1.0, 20.0])
+    if kernel.random() < 0.2:
+        options["alibi_slopes"] = [random.random() for _ in range(heads)]
+    if kernel.random() < 0.25:
+        options["sink"] = [random.choice([-math.inf, math.inf, -30.0, 0.0, 3.0, 30.0]) for _ in range(heads)]
+    if kernel.random() < 0.2:
+        options["softmax_scale"] = kernel.choice([0.01, 1.0])
+    return options
 
 
 @dataclass

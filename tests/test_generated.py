@@ -33,12 +33,14 @@ def test_cpu(seed: int) -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("seed", range(24))
-def test_npu_sim(seed: int) -> None:
-    run(draw(Random(seed), longest=40), "npu-sim")
+@pytest.mark.parametrize("kernel", range(8))
+def test_npu_sim(kernel: int) -> None:
+    for seed in range(4):
+        run(draw(Random(seed), Random(kernel), longest=40), "npu-sim")
 
 
 @pytest.mark.gpu
-def test_gpu() -> None:
-    for seed in range(2000):
-        run(draw(Random(seed), longest=300), "cuda")
+@pytest.mark.parametrize("kernel", range(50))
+def test_gpu(kernel: int) -> None:
+    for seed in range(40):
+        run(draw(Random(1000 * kernel + seed), Random(kernel), longest=300), "cuda")

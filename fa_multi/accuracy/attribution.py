@@ -3,11 +3,12 @@
 Let row i see keys with weights p_ij (summing to 1), with golden output g_i = sum_j p_ij v_j. A kernel that counts the
 keys of some classes 1 + c times instead of once, c = c(class of j), returns
 
-    a_i = (g_i + sum_j c p_ij v_j) / (1 + sum_j c p_ij),   so to first order   a_i - g_i = sum_j c p_ij (v_j - g_i).
+    a_i = (g_i + sum_j c p_ij v_j) / (1 + sum_j c p_ij).
 
-Least squares over rows and columns gives c per class with a standard error: about -1 for keys left out, +1 for keys
-counted twice, or for hidden keys let in. What stands out is then put into the exact formula, as -1 or +1, and counts
-only if that reproduces the result. Classes are the distance of a key from the edge of the row's mask, or its block.
+Least squares of a_i - g_i, over rows and columns, on what each class alone would do gives c per class with a standard
+error: about -1 for keys left out, +1 for keys counted twice, or for hidden keys let in. What stands out is then put
+into the formula together, as -1 or +1, and counts only if that reproduces the result. Classes are the distance of a key
+from the edge of the row's mask, or its block.
 
 Weights and mask come from the reference as a black box: weights are its output for unit vectors as v, the mask follows
 from its output for q = 0. So its options are covered without being known here.
@@ -15,7 +16,6 @@ from its output for q = 0. So its options are covered without being known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,8 @@ INSIDE, OUTSIDE = 8, 4  # distances from the mask edge that are looked at
 class HeadView:
     """One head of one batch entry, cut to the rows that are looked at, in float64.
 
-    rows: indices. result, golden: (rows, dim_v). values: (keys, dim_v). weights: (rows, keys), of every key, relative to
-    the golden denominator, hidden keys too. first, last: (rows,) visible keys are first .. last, inclusive.
+    rows: indices. result, golden: (rows, dim_v). values: (keys, dim_v). weights: (rows, keys), of every key, hidden
+    ones too, relative to the golden denominator. first, last: (rows,), visible keys are first .. last, inclusive.
     """
 
     batch: int
@@ -49,9 +49,9 @@ class HeadView:
 
 @dataclass
 class Attribution:
-    """First-order change of the weights of classes of keys.
+    """Change of the weights of classes of keys, each by itself.
 
-    labels: of the classes. change: c. error: its standard error. weight: mean golden weight of the class where it exists.
+    labels: of the classes. change: c. error: its standard error. weight: mean golden weight of the class, where it is.
     found: (label, -1 or +1) of the classes that stand out. explained: share of the squared error of the result that the
     exact formula with `found` accounts for; 0 if nothing stands out.
     """
@@ -85,19 +85,20 @@ class EdgeProfile:
         return {"batch": self.batch, "head": self.head, "upper": self.upper.to_dict(), "lower": lower}
 
 
-def view_head(problem: Problem, batch: int, head: int, result: torch.Tensor, row_error: torch.Tensor) -> HeadView | None:
+def view_head(
+    problem: Problem, batch: int, head: int, result: torch.Tensor, row_error: torch.Tensor
+) -> HeadView | None:
     """The head for attribution; None if it has no row that sees a key, or scores that depend on a row's position.
 
     result : (seqlen_q, dim_v), the output of the head. row_error : (seqlen_q,), its error by row.
     """
     if any(n in problem.tensors for n in POSITION_OPTIONS):
         return None
-    q, k, v = (problem.by_head(t)[batch] for t in problem.qkv())
-    key_head = head // (q.shape[0] // k.shape[0])
-    heads = slice(head, head + 1), slice(key_head, key_head + 1)
+    heads = problem.heads_of(head)
+    q, k, v = (x[0, 0] for x in problem.sequence(batch, *heads))
     golden = problem.golden(batch, *heads)
-    first, count = visible_interval(problem, batch, *heads)
-    rows = _choose(row_error, count)
+    first, count = visible_interval(problem, batch, head)
+    rows = _choose(row_error[: len(count)], count)
     if not len(rows):
         return None
     lse = golden["lse"][0, rows]
@@ -107,28 +108,23 @@ def view_head(problem: Problem, batch: int, head: int, result: torch.Tensor, row
         rows=rows,
         result=result[rows].double(),
         golden=golden["out"][0, rows],
-        values=v[key_head].double(),
-        weights=_weights(problem, heads, q[head, rows], k[key_head], lse),
+        values=v.double(),
+        weights=_weights(problem, batch, heads[0], q[rows], k, lse),
         first=first[rows],
         last=first[rows] + count[rows] - 1,
     )
 
 
-def visible_interval(
-    problem: Problem, batch: int, heads_q: slice, heads_k: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first visible key, number of visible keys) of every row of one head, int64 (seqlen_q,).
+def visible_interval(problem: Problem, batch: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first visible key, number of visible keys) of every row of one head, int64 (rows,).
 
     With q = 0 every visible key has the same weight, so the mean index and the denominator give the interval.
     """
-    q, k, _ = (problem.by_head(t)[batch : batch + 1].double() for t in problem.qkv())
-    q, k = torch.zeros_like(q[:, heads_q]), k[:, heads_k]
-    index = torch.arange(k.shape[2], dtype=torch.float64)
-    mask = {n: problem.options[n] for n in MASK_OPTIONS if n in problem.options}
-    out, lse = reference.attention(q, k, index[None, None, :, None], layout="bhsd", **mask)
+    q, k, _ = (x.double() for x in problem.sequence(batch, *problem.heads_of(head)))
+    index = torch.arange(k.shape[2], dtype=torch.float64)[None, None, :, None]
+    out, lse = reference.attention(torch.zeros_like(q), k, index, layout="bhsd", **problem.mask_options())
     count = lse[0, 0].exp().round().long()
-    middle = out[0, 0, :, 0]
-    return (middle - (count - 1) / 2).round().long().clamp_min(0), count
+    return (out[0, 0, :, 0] - (count - 1) / 2).round().long().clamp_min(0), count
 
 
 def _choose(row_error: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -142,10 +138,10 @@ def _choose(row_error: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(
-    problem: Problem, heads: tuple[slice, slice], q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
+    problem: Problem, batch: int, heads: slice, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
     """exp(score - lse) of all keys for some rows, (rows, keys) float64. q (rows, dim), k (keys, dim), lse (rows, 1)."""
-    options = {n: x for n, x in problem.reference_options(heads[0]).items() if n not in MASK_OPTIONS}
+    options = {n: x for n, x in problem.reference_options(heads, batch).items() if n not in MASK_OPTIONS}
     keys = k.shape[0]
     parts = []
     for start in range(0, keys, _KEYS_AT_ONCE):
@@ -175,25 +171,24 @@ def by_edge(view: HeadView, lower: bool = False) -> Attribution | None:
 def by_block(view: HeadView, block: int) -> Attribution:
     """Attribution to blocks of `block` visible keys; a label is the block's first key."""
     index = torch.arange(view.values.shape[0])
-    seen = (index >= view.first[:, None]) & (index <= view.last[:, None])
     labels = list(range(0, len(index), block))
-    return _attribute(view, labels, [seen & (index // block == i) for i in range(len(labels))])
+    return _attribute(view, labels, [_visible(view) & (index // block == i) for i in range(len(labels))])
 
 
 def _attribute(view: HeadView, labels: list[int], members: list[torch.Tensor]) -> Attribution:
     """Least squares on the classes, then the exact formula with those that stand out. members: (rows, keys) bool."""
     columns, weights = [], []
     for member in members:
-        part = view.weights * member
-        total = part.sum(1, keepdim=True)
-        columns.append(part @ view.values - total * view.golden)
+        total = (view.weights * member).sum(1)
         weights.append(float(total.sum() / member.any(1).sum().clamp_min(1)))
+        # the exact effect of the change that a fault would make: a weight near 1 is far from first order
+        hidden = bool((member & ~_visible(view)).any())
+        natural = 1 if hidden else -1
+        columns.append(natural * (_changed(view, [(member, natural)]) - view.golden))
     error = torch.nan_to_num(view.result - view.golden, 0.0, 0.0, 0.0)
     change, spread = _least_squares(torch.stack([c.flatten() for c in columns], 1), error.flatten())
-    found = [
-        (i, -1 if c < 0 else 1) for i, (c, s) in enumerate(zip(change, spread)) if abs(c) > 0.3 and abs(c) > 5 * s
-    ]
-    explained = _explained(view, ((members[i], c) for i, c in found), error) if found else 0.0
+    found = [(i, -1 if c < 0 else 1) for i, (c, s) in enumerate(zip(change, spread)) if abs(c) > 0.3 and abs(c) > 5 * s]
+    explained = _explained(view, [(members[i], c) for i, c in found], error) if found else 0.0
     return Attribution(labels, change, spread, weights, [(labels[i], c) for i, c in found], explained)
 
 
@@ -212,12 +207,22 @@ def _least_squares(design: torch.Tensor, error: torch.Tensor) -> tuple[list[floa
     return change.tolist(), spread.tolist()
 
 
-def _explained(view: HeadView, changes: Iterable[tuple[torch.Tensor, int]], error: torch.Tensor) -> float:
-    """Share of the squared error that is gone once the changes are made to the golden result."""
+def _visible(view: HeadView) -> torch.Tensor:
+    index = torch.arange(view.weights.shape[1])
+    return (index >= view.first[:, None]) & (index <= view.last[:, None])
+
+
+def _changed(view: HeadView, changes: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """The golden result with the weights of some keys dropped (-1) or doubled (+1); 0 where no weight is left."""
     part = torch.zeros_like(view.weights)
     for member, change in changes:
         part += change * view.weights * member
     total = 1 + part.sum(1, keepdim=True)
-    changed = torch.where(total > 1e-9, (view.golden + part @ view.values) / total, 0.0)
+    return torch.where(total > 1e-9, (view.golden + part @ view.values) / total, 0.0)
+
+
+def _explained(view: HeadView, changes: list[tuple[torch.Tensor, int]], error: torch.Tensor) -> float:
+    """Share of the squared error that is gone once the changes are made to the golden result."""
     size = float(error.square().sum())
-    return 1 - float((view.golden + error - changed).square().sum()) / size if size else 0.0
+    rest = float((view.golden + error - _changed(view, changes)).square().sum())
+    return 1 - rest / size if size else 0.0

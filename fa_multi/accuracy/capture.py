@@ -65,7 +65,7 @@ def capture_inputs(
     overwrite: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """As `capture_cases`, for tensors of the user's own (`problem.load_inputs`). The capture keeps the inputs too."""
+    """As `capture_cases`, for tensors of the user's own (`dumps.load_inputs`). The capture keeps the inputs too."""
     inputs = {p.name: {n: r["sha256"] for n, r in p.inputs_record().items()} for p in problems}
     header = {"device": device, "seed": None, "mass": mass, "cases": list(inputs), "inputs": inputs}
     makers = [functools.partial(lambda p: p, p) for p in problems]
@@ -104,10 +104,10 @@ def run_problem(
         problem = make()
         record["case"] = problem.case.to_dict() if problem.case else None
         record |= {"options": problem.options, "inputs": problem.inputs_record()}
-        reason = fa_multi.supports(*problem.qkv(), device=device, return_lse=True, **problem.options, **problem.extra())
+        reason = _refusal(problem, device)
         if reason:
             return {**record, "status": "unsupported", "error": reason}, {}
-        record |= _kernel(problem, device)
+        record |= _kernel(problem, device) if problem.kind == "dense" else {}
         start = time.perf_counter()
         tensors = outputs(problem, device, mass)
         record["seconds"] = round(time.perf_counter() - start, 4)
@@ -121,10 +121,18 @@ def run_problem(
     return {**record, "status": "ok"}, tensors
 
 
+def _refusal(problem: Problem, device: str) -> str | None:
+    """Why the lane has no kernel for the problem. Only dense calls can be asked about beforehand."""
+    if problem.kind != "dense":
+        return None
+    q, k, v = (problem.tensors[n] for n in problem.names)
+    return fa_multi.supports(q, k, v, device=device, return_lse=True, **problem.arguments())
+
+
 def _kernel(problem: Problem, device: str) -> dict[str, Any]:
     """The spec, the plan and the hash of the kernel text that the lane lowers the problem to."""
-    q, k, v = (t.to("meta") for t in problem.qkv())
-    lowered = fa_multi.lower(q, k, v, device=device, return_lse=True, **problem.options, **problem.extra())
+    tensors = {n: t.to("meta") for n, t in problem.tensors.items()}
+    lowered = fa_multi.lower(device=device, return_lse=True, **{**problem.arguments(), **tensors})
     return {
         "spec": lowered.program.name,
         "plan": str(lowered.roles.plan),
@@ -135,13 +143,11 @@ def _kernel(problem: Problem, device: str) -> dict[str, Any]:
 
 def outputs(problem: Problem, device: str, mass: bool) -> dict[str, torch.Tensor]:
     """out and lse of a problem, and mass if wanted, on the CPU. One output-sized tensor is held beside the result."""
-    q, k, v = problem.qkv()
-    arguments: dict[str, Any] = {**problem.options, **problem.extra(), "device": device}
     found: dict[str, torch.Tensor] = {}
     if mass:
-        weights = fa_multi.attention(q, k, torch.ones_like(v), **arguments)
+        weights = problem.call(device, return_lse=False, ones=True)
         assert isinstance(weights, torch.Tensor)
-        found["mass"] = problem.by_head(weights)[..., 0].cpu().contiguous()
+        found["mass"] = problem.mass_of(weights).cpu().contiguous()
         del weights
-    out, lse = fa_multi.attention(q, k, v, return_lse=True, **arguments)
+    out, lse = problem.call(device, return_lse=True)
     return {"out": out.cpu(), "lse": lse.cpu(), **found}

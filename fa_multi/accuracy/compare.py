@@ -6,6 +6,7 @@ Pure functions over tensors. `compare_results` takes tensors in memory, `compare
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 from ..cases import Case
+from ..philox import fingerprint
 from . import standards
+from .capture import outputs, run_problem
 from .diagnose import explain
 from .metrics import AXES, Measures, Place, Tally
 from .problem import Problem
@@ -100,6 +103,21 @@ class CaseReport:
             parts.append(f"max abs {m.max_abs:.2e}, rel L2 {m.rel_l2:.2e}")
         return ": ".join(parts + ([self.reason] if self.reason else [])) + "".join(f" [{n}]" for n in notes)
 
+    def details(self) -> list[str]:
+        """For a case that failed: the largest error with its place and values, then the findings."""
+        if self.verdict != "fail" or "out" not in self.tensors:
+            return list(self.findings)
+        lines = []
+        for name, tensor in self.tensors.items():
+            if tensor.verdict == "fail" and tensor.worst:
+                w = tensor.worst[0]
+                values = ", ".join(f"{side} {w[side]:.6g}" for side in ("a", "b", "golden") if w[side] is not None)
+                where = ", ".join(f"{axis} {i}" for axis, i in w["at"].items())
+                lines.append(
+                    f"largest error of {name} at {where}: {values.replace('a ', 'A ', 1).replace('b ', 'B ', 1)}"
+                )
+        return lines + self.findings
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -113,24 +131,11 @@ class CaseReport:
         }
 
 
-def memory(problem: Problem, results: Mapping[str, torch.Tensor]) -> Source:
-    """A source over tensors: out in the problem's layout, lse and mass (batch, heads, seqlen_q)."""
+def source_of(problem: Problem, results: Mapping[str, Any]) -> Source:
+    """A source over tensors, in memory or opened in a capture (`Capture.open`): only what is asked for is read."""
 
     def read(name: str, batch: int, heads: slice) -> torch.Tensor:
-        x = results[name]
-        return problem.by_head(x)[batch, heads] if name == "out" else x[batch, heads][..., None]
-
-    return read
-
-
-def stored(problem: Problem, slices: Mapping[str, Any]) -> Source:
-    """A source over an opened capture (`Capture.open`): only what is asked for is read."""
-
-    def read(name: str, batch: int, heads: slice) -> torch.Tensor:
-        x = slices[name]
-        if name != "out":
-            return x[batch : batch + 1, heads][0][..., None]
-        return x[batch : batch + 1, :, heads][0].transpose(0, 1) if problem.layout == "bshd" else x[batch : batch + 1, heads][0]
+        return problem.part(name, results[name], batch, heads)
 
     return read
 
@@ -155,7 +160,7 @@ def compare_results(
         assert b is not None
         if a[n].shape != b[n].shape or a[n].dtype != b[n].dtype:
             raise ValueError(f"{n} must be alike in a and b, got {_kind(a[n])} and {_kind(b[n])}")
-    sources = {"a": memory(problem, a)} | ({"b": memory(problem, b)} if b is not None else {})
+    sources = {"a": source_of(problem, a)} | ({"b": source_of(problem, b)} if b is not None else {})
     return compare_sources(problem, sources, dtypes, limits or Thresholds(), golden)
 
 
@@ -223,14 +228,16 @@ def _report(
 ) -> TensorReport:
     own = {pair: tally for (tensor, pair), tally in tallies.items() if tensor == name}
     measures = {pair: tally.result() for pair, tally in own.items()}
-    first = next(iter(own.values()))
-    report = TensorReport(name, str(dtype).removeprefix("torch."), tuple(first.row_square.shape), **measures)
+    shape = tuple(next(iter(own.values())).row_square.shape)
+    report = TensorReport(name, str(dtype).removeprefix("torch."), shape)
+    report.a, report.b, report.naive, report.ab = (measures.get(pair) for pair in ("a", "b", "naive", "ab"))
     step = torch.finfo(dtype).eps
     for side in sources:
         if side in own:
             report.outcomes += _judge(name, side, own, step, limits)
     if "ab" in own and "naive" in own:
-        assert report.a is not None and report.b is not None
+        assert report.a is not None
+        assert report.b is not None
         report.ratios, outcome = standards.dual(report.a, report.b, dtype, limits)
         report.outcomes.append(outcome)
         report.disagreement = _disagreement(report.outcomes)
@@ -241,7 +248,9 @@ def _report(
         report.verdict = "fail"
     for pair in own:
         if pair != "naive":
-            report.worst += [_values(pair, p, name, sources) for p in measures[pair].worst[:3] if measures[pair].max_abs]
+            report.worst += [
+                _values(pair, p, name, sources) for p in measures[pair].worst[:3] if measures[pair].max_abs
+            ]
             _maps(report, pair, own[pair], 1 if name != "out" else max(1, _columns(sources["a"])))
     return report
 
@@ -334,8 +343,12 @@ def compare_captures(
 def _compare_case(a: Capture, b: Capture, name: str, limits: Thresholds, golden: bool) -> CaseReport:
     missing = [side for side, capture in (("A", a), ("B", b)) if name not in capture.names()]
     records = [c.record(name) if name in c.names() else {} for c in (a, b)]
-    failed = next((f"{side} failed: {r['error']}" for side, r in zip("AB", records) if r.get("status") == "failed"), None)
-    skipped = next((f"{side}: {r['error']}" for side, r in zip("AB", records) if r.get("status") == "unsupported"), None)
+    failed = next(
+        (f"{side} failed: {r['error']}" for side, r in zip("AB", records) if r.get("status") == "failed"), None
+    )
+    skipped = next(
+        (f"{side}: {r['error']}" for side, r in zip("AB", records) if r.get("status") == "unsupported"), None
+    )
     if missing or failed or skipped:
         why = f"{' and '.join(missing)} has no such case" if missing else failed or skipped or ""
         return CaseReport(name, "error" if missing else "fail" if failed else "skip", why, a=records[0], b=records[1])
@@ -349,7 +362,7 @@ def _compare_case(a: Capture, b: Capture, name: str, limits: Thresholds, golden:
         return CaseReport(name, "error", str(error), a=records[0], b=records[1])
     dtypes = {n: getattr(torch, kinds[0][n]["dtype"]) for n in TENSORS if n in kinds[0] and n in kinds[1]}
     with a.open(name) as in_a, b.open(name) as in_b:
-        sources = {"a": stored(problem, in_a), "b": stored(problem, in_b)}
+        sources = {"a": source_of(problem, in_a), "b": source_of(problem, in_b)}
         report = compare_sources(problem, sources, dtypes, limits, golden)
     report.a, report.b = records
     return report
@@ -372,3 +385,26 @@ def _problem(a: Capture, name: str, records: list[dict[str, Any]]) -> Problem:
             if record["inputs"].get(tensor, {}).get("sha256") != digest:
                 raise ValueError(f"input {tensor} of {side} is not the one that is compared with: its hash differs")
     return problem
+
+
+# --------------------------------------------------------------------------------------------------------- one case
+
+
+def run_case(
+    case: Case, device: str, *, seed: int = 0, repeat: int = 1, limits: Thresholds | None = None
+) -> tuple[CaseReport, int]:
+    """Run a case on a device and compare it with golden; also, run it `repeat` times in all.
+
+    Returns (report, number of runs whose out or lse differs from the first in any bit). A case that the device has no
+    kernel for gives the verdict "skip", one that fails to run "fail".
+    """
+    record, tensors = run_problem(case.name, functools.partial(Problem.of, case, seed), device, mass=True)
+    if record["status"] != "ok":
+        verdict = "skip" if record["status"] == "unsupported" else "fail"
+        return CaseReport(case.name, verdict, record["error"], a=record), 0
+    problem = Problem.of(case, seed)
+    report = compare_results(problem, tensors, limits=limits)
+    report.a = record
+    first = {n: fingerprint(tensors[n]) for n in ("out", "lse")}
+    again = (outputs(problem, device, mass=False) for _ in range(repeat - 1))
+    return report, sum(any(fingerprint(x[n]) != first[n] for n in first) for x in again)

@@ -56,7 +56,7 @@ def _cuda(device: str) -> dict[str, Any]:
     there = torch.cuda.is_available()
     return {
         "device_name": torch.cuda.get_device_name(device) if there else None,
-        "capability": "sm_%d%d" % torch.cuda.get_device_capability(device) if there else None,
+        "capability": "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if there else None,
         "driver": nvidia_driver(),
         "cuda": torch.version.cuda,
         "dsl": _named("tilelang"),
@@ -78,7 +78,7 @@ def nvidia_driver() -> str | None:
 
 
 def _npu(device: str) -> dict[str, Any]:
-    npu = getattr(torch, "npu", None)
+    npu: Any = getattr(torch, "npu", None)
     there = npu is not None and npu.is_available()
     return {
         "device_name": npu.get_device_name(device) if there else None,

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from .metrics import Measures, Tally
 from .tolerance import hold
 
-# Ratios A / B that may not be exceeded, by guard level: largest relative error, mean relative error, RMSE. These are the
+# Ratios A / B that may not be exceeded, by guard level: largest relative error, mean relative error, RMSE. They are the
 # levels of the dual-standard (benchmark) method of Ascend's msprobe, which files fused attention under L1.
 LEVELS = {"L0": (10.0, 2.0, 2.0), "L1": (5.0, 1.5, 1.5), "L2": (2.0, 1.2, 1.2)}
 RULES = ("special", "low_precision", "rows", "nats", "dual", "agree")
@@ -62,7 +63,9 @@ class Thresholds:
 
     def ratios(self) -> dict[str, float]:
         """Limits of the dual standard by measure."""
-        assert self.max_rel_ratio is not None and self.mean_rel_ratio is not None and self.rmse_ratio is not None
+        assert self.max_rel_ratio is not None
+        assert self.mean_rel_ratio is not None
+        assert self.rmse_ratio is not None
         return {
             "max_rel": self.max_rel_ratio,
             "mean_rel": self.mean_rel_ratio,
@@ -89,10 +92,10 @@ class Thresholds:
         return cls(**values)
 
     @classmethod
-    def load(cls, path: Path) -> Thresholds:
-        """Thresholds from a YAML file, a mapping of field names."""
-        import yaml
-
+    def load(cls, path: Path | None, changes: Mapping[str, Any] | None = None) -> Thresholds:
+        """Thresholds from a YAML file, a mapping of field names, and `changes` on top; without a file, defaults."""
+        if path is None:
+            return cls.from_dict(changes or {})
         try:
             data = yaml.safe_load(path.read_text())
         except OSError as error:
@@ -102,7 +105,7 @@ class Thresholds:
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a mapping such as {{level: L1, lse_nats: 0.001}}")
         try:
-            return cls.from_dict(data)
+            return cls.from_dict({**data, **(changes or {})})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -152,15 +155,14 @@ def special(side: str, m: Measures, other: str) -> Outcome:
     """NaN, +inf and -inf stand where they stand in the reference, and nowhere else."""
     if not m.special_differ:
         return Outcome("special", side, True, f"NaN and Inf stand where {other} has them")
-    first = m.special_at[0]
-    return Outcome("special", side, False, f"{m.special_differ} of {m.elements} elements are NaN or Inf where {other}'s "
-                   f"are not the same; first {first}")  # fmt: skip
+    text = f"{m.special_differ} of {m.elements} elements are NaN or Inf where {other}'s are not the same"
+    return Outcome("special", side, False, f"{text}; first {m.special_at[0]}")
 
 
 def low_precision(side: str, m: Measures, naive: Measures, step: float, limits: Thresholds) -> Outcome:
     """At most `naive_factor` times the error of the naive computation in the input dtype, plus one rounding step."""
     verdict = hold(m.max_abs, m.rel_l2, naive.max_abs, naive.rel_l2, m.reference_max, step, limits.naive_factor)
-    return Outcome("low_precision", side, verdict.ok, str(verdict))
+    return Outcome("low_precision", side, verdict.ok, verdict.problem or str(verdict))
 
 
 def rows(side: str, result: Tally, naive: Tally, step: float, limits: Thresholds) -> Outcome:
@@ -171,7 +173,8 @@ def rows(side: str, result: Tally, naive: Tally, step: float, limits: Thresholds
         return Outcome("rows", side, True, "no rows")
     flat = int(over.argmax())
     worst, (batch, head, row) = float(over.flatten()[flat]), _unravel(flat, over.shape)
-    text = f"worst row at {worst:.2f} of its limit {float(limit.flatten()[flat]):.2e} (batch {batch}, head {head}, query {row})"
+    where = f"batch {batch}, head {head}, query {row}"
+    text = f"worst row at {worst:.2f} of its limit {float(limit.flatten()[flat]):.2e} ({where})"
     return Outcome("rows", side, worst <= 1, text)
 
 

@@ -1,8 +1,8 @@
-"""Capture files: the outputs of many cases with what produced them, in safetensors, written so that a kill loses nothing.
+"""Capture files: the outputs of many cases and what produced them, in safetensors; a kill loses no finished case.
 
-While a capture runs, every finished case is one file in the folder `TARGET.part`, complete and on disk before it has its
-name. At the end the folder becomes TARGET: itself, or joined into one safetensors file if TARGET ends in ".safetensors".
-Both, and an unfinished folder, are read by `Capture`. Layout: docs/accuracy.md.
+While a capture runs, every finished case is a file in the folder `TARGET.part`, complete and on disk before it has its
+name. At the end the folder becomes TARGET: itself, or joined into one file if TARGET ends in ".safetensors". Both, and
+an unfinished folder, are read by `Capture`. Layout: docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         f.write(_head(entries, metadata))
         for tensor in tensors.values():
             if tensor.numel():
-                data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+                data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
                 for start in range(0, len(data), _CHUNK):
                     f.write(data[start : start + _CHUNK])
 
@@ -137,12 +137,16 @@ class Writer:
     def __init__(
         self, target: Path, header: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
     ) -> None:
+        target = target.absolute()
         self.target, self.header = target, {"format": FORMAT, **header}
         self.parts = target.with_name(target.name + ".part")
         self.single = target.suffix == ".safetensors"
         self.done: dict[str, dict[str, Any]] = {}
         if not target.parent.is_dir():
             raise CaptureError(f"-o must be in a folder that exists, got {str(target)!r}")
+        for path in (target, self.parts):
+            if path.exists() and not is_capture(path):
+                raise CaptureError(f"{path} exists and is not a capture: it is left alone; use another -o")
         if self.parts.exists() and not (resume or overwrite):
             raise CaptureError(f"{self.parts} holds an unfinished capture; add --resume to go on, or --overwrite")
         if target.exists() and not (resume or overwrite):
@@ -197,6 +201,19 @@ class Writer:
         return self.target
 
 
+def is_capture(path: Path) -> bool:
+    """Whether a file or folder is a capture, damaged or unfinished ones included, so that another may replace it."""
+    if path.is_dir():
+        names = {p.name for p in path.iterdir()}
+        ours = all(n == HEADER or n.endswith((".safetensors", ".tmp")) for n in names)
+        return not names or (HEADER in names and ours)
+    try:
+        with safe_open(str(path), framework="pt") as f:
+            return _HEADER_KEY in (f.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -206,7 +223,7 @@ def _short(value: Any) -> str:
 
 
 class Capture:
-    """A capture on disk: a joined file, a folder, or the folder of one that was interrupted. Tensors are read on demand.
+    """A capture on disk: a joined file, a folder, or the folder of an interrupted one. Tensors are read on demand.
 
     header: what `Writer` was given. Raises CaptureError if `path` is not a capture or is damaged.
     """
@@ -249,7 +266,7 @@ class Capture:
         return list(self._records)
 
     def record(self, name: str) -> dict[str, Any]:
-        """What the capture says about a case: status ("ok", "failed", "unsupported"), error, environment, inputs, ..."""
+        """What the capture says about a case: status ("ok", "failed", "unsupported"), error, environment, inputs..."""
         return self._records[name]
 
     @contextlib.contextmanager
