@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from fa_multi.backends import cpu
+from fa_multi.backends.cpu import interpreter
 
 from fa_multi.accuracy.capture import outputs
 from fa_multi.accuracy.compare import CaseReport, compare_results
 from fa_multi.accuracy.problem import Problem
-from fa_multi.backends import cpu
-from fa_multi.backends.cpu import interpreter
 from fa_multi.cases import Case
 from fa_multi.masks import Interval
 from fa_multi.scalars import Var
@@ -43,7 +43,8 @@ def moved_mask(upper: int = 0, lower: int = 0) -> Callable[[Program], Program]:
 
     def rewrite(op: Op) -> Iterable[Op]:
         if isinstance(op, MaskTile):
-            op = dataclasses.replace(op, interval=Interval(move(op.interval.lower, lower), move(op.interval.upper, upper)))
+            moved = Interval(move(op.interval.lower, lower), move(op.interval.upper, upper))
+            op = dataclasses.replace(op, interval=moved)
         return [op]
 
     return each_op(rewrite)
@@ -85,7 +86,7 @@ def unchanged(program: Program) -> Program:
     return program
 
 
-@pytest.fixture()
+@pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tensor]]:
     """run(problem, transform): out, lse and mass of the CPU lane executing the transformed program in 64-key tiles."""
     monkeypatch.setattr(cpu, "BLOCK_M", 64)
@@ -125,6 +126,15 @@ def test_a_healthy_kernel_passes_without_findings(planted, fields) -> None:
     p = problem(**fields)
     report = compare_results(p, planted(p), planted(p))
     assert (report.verdict, report.findings) == ("pass", [])
+    assert report.edges["a"].upper.found == []
+
+
+def test_rounding_is_not_taken_for_a_key(planted) -> None:
+    """One row of many keys: what one key weighs is below what rounding does, so no change of it is beyond doubt."""
+    p = problem(seqlen_q=1, seqlen_k=5000, heads_q=1, heads_k=1, softmax_scale=0.4)
+    report = compare_results(p, planted(p))
+    assert max(map(abs, report.edges["a"].upper.change)) > 0.3
+    assert report.edges["a"].upper.found == []
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
