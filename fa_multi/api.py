@@ -257,14 +257,15 @@ def merge_state_list(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tupl
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: Device = None, **options: Any) -> str | None:
-    """None if `attention` takes these arguments on that device's lane, else the reason in one line.
+    """None if the lane of a device takes these arguments, else the reason in one line.
 
-    Arguments as `attention` (without buffers). Nothing runs, and the device need not exist (see `unavailable`); tensors
-    may be on the "meta" device.
+    Arguments as `attention`, or as `attention_varlen` or `attention_paged` (told by cu_seqlens_q, cache_seqlens and
+    block_table), without buffers. Nothing runs, and the device need not exist (see `unavailable`); tensors may be on
+    the "meta" device.
     """
     try:
         lane, _ = parse_device(device, q)
-        return backends.get(lane).supports(_spec(q, k, v, options))
+        return backends.get(lane).supports(_spec(q, k, v, dict(options)))
     except (TypeError, ValueError) as error:
         return str(error)
 
@@ -278,14 +279,14 @@ def lower(
     arch: str | None = None,
     **options: Any,
 ) -> Lowered:
-    """What `attention` would run on a device, from the tile program to the kernel text; needs no device and no DSL.
+    """What a call would run on a device, from the tile program to the kernel text; needs no device and no DSL.
 
-    Arguments as `attention` (without buffers); `arch` picks a target of the lane ("sm_80", "sm_90a", "sm_100a",
-    "sm_120a"). Returns an object with `.program` (printable), `.roles` (roles and channels, printable) and `.source`
-    (the kernel text).
+    Arguments as `supports`; with num_splits > 1, the kernel of the partial results. `arch` picks a target of the lane
+    ("sm_80", "sm_90a", "sm_100a", "sm_120a"). Returns an object with `.program` (printable), `.roles` (roles and
+    channels, printable) and `.source` (the kernel text).
     """
     lane, _ = parse_device(device, q)
-    spec = _spec(q, k, v, options)
+    spec = _spec(q, k, v, dict(options))
     backend = backends.get(lane)
     reason = backend.supports(spec, arch)
     if reason:
@@ -328,13 +329,27 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> AttentionSpec:
-    """The spec of `attention` for keyword arguments in a dictionary."""
-    known = {f.name: f.default for f in fields(Options)} | {"layout": "bshd"}
-    for name in given:
-        if name not in known:
-            raise TypeError(f"unexpected argument {name!r}; accepted are {', '.join(known)}")
-    values = {**known, **given}
-    return requests.dense(q, k, v, values.pop("layout"), Options(**values)).spec
+    """The spec of the entry point that takes these keyword arguments."""
+    common = {f.name: given.pop(f.name, f.default) for f in fields(Options)}
+    lengths = {f.name: given.pop(f.name, None) for f in fields(Lengths)}
+    paged = "cache_seqlens" in given or lengths["block_table"] is not None
+    if paged:
+        lengths["seqused_k"] = given.pop("cache_seqlens", None)
+    options, layout = Options(**common), given.pop("layout", "bshd")
+    max_seqlen_q, splits = given.pop("max_seqlen_q", None), [given.pop(n, 0) for n in _SPLIT_OPTIONS]
+    given.pop("max_seqlen_k", None)
+    if given:
+        raise TypeError(f"unexpected argument {min(given)!r}")
+    if paged:
+        spec = requests.paged(q, k, v, Lengths(**lengths), max_seqlen_q, options).spec
+        return replace(spec, split=True, return_lse=False) if max(splits) > 1 else spec
+    if lengths["cu_seqlens_q"] is not None:
+        bound = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+        return requests.varlen(q, k, v, Lengths(**lengths), bound, options).spec
+    return requests.dense(q, k, v, layout, options).spec
+
+
+_SPLIT_OPTIONS = ("num_splits", "fixed_split_size")
 
 
 def _prepare(request: Request, device: Device, tensors: list[torch.Tensor]) -> Call:

@@ -350,3 +350,20 @@ def test_merge_refuses_what_does_not_fit() -> None:
         fa_multi.merge_states(out, lse, out.half(), lse)
     with pytest.raises(ValueError, match="outs and lses must be of one length"):
         fa_multi.merge_state_list([out], [])
+
+
+# ------------------------------------------------------------------------------------------------ asking
+
+
+def test_supports_and_lower_know_every_entry_point() -> None:
+    q, k, v, keywords = packed([5, 20], [9, 30])
+    assert fa_multi.supports(q, k, v, **keywords) is None
+    assert "cu_seqlens_q" in str(fa_multi.lower(q, k, v, causal=True, **keywords).program)
+    wrong = {**keywords, "cu_seqlens_k": torch.zeros(2).int()}
+    assert "cu_seqlens_k must have shape (3,), got (2,)" in str(fa_multi.supports(q, k, v, **wrong))
+    q, k, v, keywords = paged()
+    assert fa_multi.supports(q, k, v, **keywords) is None
+    assert "block_table" in str(fa_multi.lower(q, k, v, **keywords).program)
+    assert "split in splits" in str(fa_multi.lower(q, k, v, num_splits=4, **keywords).program)
+    assert "cache_seqlens must be given" in str(fa_multi.supports(q, k, v, block_table=keywords["block_table"]))
+    assert "unexpected argument 'dropout'" in str(fa_multi.supports(q, k, v, dropout=0.1))

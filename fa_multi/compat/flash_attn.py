@@ -31,8 +31,8 @@ def flash_attn_func(
     """
     _refuse(dropout_p=dropout_p)
     result = attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=(window_size[0], window_size[1]), softcap=softcap,
-        alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=(window_size[0], window_size[1]),
+        softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
 

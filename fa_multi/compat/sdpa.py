@@ -23,8 +23,8 @@ def scaled_dot_product_attention(
     """As `torch.nn.functional.scaled_dot_product_attention`: (batch, heads, seq, dim) in and out.
 
     attn_mask : bool, True keeps, broadcastable to (batch, heads, seqlen_q, seqlen_k). It must be a mask of intervals
-        that the kernels know: everything, the first n keys of each batch entry (padding), or a causal mask, aligned at the
-        top left or the bottom right. Looking at it waits for the device. Anything else is a ValueError.
+        that the kernels know: everything, the first n keys of each batch entry (padding), or a causal mask, aligned at
+        the top left or the bottom right. Looking at it waits for the device. Anything else is a ValueError.
     """
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p is not supported by fa_multi, only 0.0 is accepted, got {dropout_p}")
