@@ -1,0 +1,97 @@
+"""Tile sizes and overlap, measured on an H200 for the role form (docs/architecture.md), chosen to fit for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fa_multi.plan import Plan
+from fa_multi.programs import CombineSpec, Spec
+from fa_multi.spec import AttentionSpec
+from fa_multi.tiles import Load, Op
+
+from .limits import SHARED_BYTES, SHARED_RESERVE
+
+DTYPES = ("float16", "bfloat16")
+MAX_HEAD_DIM = 256
+PADDED = (32, 64, 96, 128, 192, 256)  # columns on chip: whole swizzle atoms of 32 or 64 elements
+PERSISTENT = 132  # any number > 0: blocks share the tasks in a loop; how many blocks there are is a launch argument
+
+
+@dataclass(frozen=True)
+class CudaPlan(Plan):
+    """late_rescale: rescale the accumulator at the end of a trip, once the product that read it is done, and not behind
+    the next score product. pin: wait again, for a barrier already passed, between the softmax and the end of the output
+    product, so that the compiler does not move that end in front of the softmax (it moves no code over a loop)."""
+
+    late_rescale: bool = True
+    pin: bool = False
+
+    __hash__ = Plan.__hash__
+
+    def __str__(self) -> str:
+        extra = (", late rescale" if self.late_rescale else "") + (", pinned" if self.pin else "")
+        return super().__str__() + extra
+
+
+def role_of(op: Op) -> str:
+    """One warp loads, by TMA; the warpgroups compute."""
+    return "loader" if isinstance(op, Load) else "compute"
+
+
+def refusal(spec: Spec) -> str | None:
+    """None, or in one line why there is no kernel for the spec."""
+    if isinstance(spec, AttentionSpec):
+        if spec.dtype not in DTYPES:
+            return f"q must be float16 or bfloat16 on cuda, got {spec.dtype}: {spec.dtype} runs on the cpu lane"
+        for name, dim in (("q", spec.head_dim), ("v", spec.head_dim_v)):
+            if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+                return f"{name} must have a head dim that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {dim}"
+    return None
+
+
+def padded(head_dim: int) -> int:
+    """Columns on chip."""
+    return next(p for p in PADDED if head_dim <= p)
+
+
+def roles_plan(spec: AttentionSpec) -> CudaPlan:
+    """The plan of the role form (Hopper)."""
+    d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
+    if d != dv and (d % 64 or dv % 64):  # results leave through q's memory in panels of 64 columns
+        d = dv = max(d, dv)
+    bounded = bool(spec.mask.tags())  # fewer key tiles per query tile: more of them start and end
+    if max(d, dv) <= 64:
+        if bounded:
+            return _hopper(d, dv, 128, 128, groups=2, ping_pong=False, late_rescale=False)
+        return _hopper(d, dv, 192, 128, groups=3, ping_pong=False, stages=4)
+    if max(d, dv) <= 128:
+        return _hopper(d, dv, 128, 128, groups=2)
+    if dv <= 128:
+        return _hopper(d, dv, 128, 128 if d == 192 else 80, groups=2, queries=1)
+    if d <= 192 and dv <= 192:
+        return _hopper(d, dv, 128, 96, groups=2, queries=1)
+    keys = 64 if bounded else 80  # with 80 and an lse a few registers would spill; out must not depend on return_lse
+    return _hopper(d, dv, 128, keys, groups=2, queries=1, late_rescale=False, pin=True)
+
+
+def _hopper(
+    d: int, dv: int, m: int, n: int, *, groups: int, ping_pong: bool = True, stages: int = 2, queries: int = 2,
+    late_rescale: bool = True, pin: bool = False,
+) -> CudaPlan:  # fmt: skip
+    # Ring positions run on over tasks, so a depth that is no power of two would cost a division in every trip.
+    depth: Mapping[str, int] = MappingProxyType({"q": queries, "k": stages, "v": stages})
+    return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin)
+
+
+def portable_plan(spec: Spec, arch: str) -> Plan:
+    """The plan of the portable form: the widest key tile that fits, with 64 rows for the four warps of a block."""
+    if isinstance(spec, CombineSpec):
+        return Plan(64, 1, padded(spec.head_dim), padded(spec.head_dim))
+    d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
+    for n in (64, 32, 16):
+        fits = 2 * (64 * max(d, dv) + n * (d + dv)) + SHARED_RESERVE <= SHARED_BYTES[arch]
+        if fits and (n <= 32 or max(d, dv) <= 128):  # registers: scores and accumulator of 16 rows per warp
+            break
+    return Plan(64, n, d, dv)

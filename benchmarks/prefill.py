@@ -1,0 +1,191 @@
+"""Speed of prefill attention against FlashAttention-3 and cuDNN, on one NVIDIA GPU: bf16, the 18 usual shapes.
+
+All in one process on the same inputs: verify, then time in alternating order, medians. Ratios are the result; absolute
+TFLOPS belong to the GPU named. Needs the fa3_fwd package for the FA3 column (left out where it is absent).
+
+    python benchmarks/prefill.py -o benchmarks/results/prefill_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fa_multi
+
+Run = Callable[[], Any]
+
+SEQUENCES = ((8, 2048), (4, 4096), (1, 16384))  # (batch, length)
+HEADS = {128: 16, 64: 32, 256: 8}  # by head dim: 2048 columns in all
+SHAPES = [(b, HEADS[d], s, d, causal) for d in HEADS for causal in (False, True) for b, s in SEQUENCES]
+
+
+def contestants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Run]:
+    """Everything that computes the same, by name. Inputs are (batch, seq, heads, dim)."""
+    bhsd = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def cudnn() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*bhsd, is_causal=causal).transpose(1, 2)
+
+    runs: dict[str, Run] = {"fa_multi": lambda: fa_multi.attention(q, k, v, causal=causal)}
+    try:
+        from fa3_fwd_interface import flash_attn_func
+    except ImportError:
+        pass
+    else:
+        runs["fa3"] = lambda: flash_attn_func(q, k, v, causal=causal)
+    return runs | {"cudnn": cudnn}
+
+
+def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, runs: dict[str, Run]) -> float:
+    """Largest relative L2 error over the libraries, on one head of the last 512 rows, against fp64."""
+    rows = min(512, q.shape[1])
+    scores = q[-1, -rows:, -1].double() @ k[-1, :, -1].double().T / math.sqrt(q.shape[3])
+    if causal:
+        position = torch.arange(q.shape[1] - rows, q.shape[1], device=q.device)
+        scores.masked_fill_(torch.arange(k.shape[1], device=q.device)[None] > position[:, None], -math.inf)
+    want = torch.softmax(scores, -1) @ v[-1, :, -1].double()
+    worst = 0.0
+    for name, run in runs.items():
+        result = run()
+        got = (result[0] if isinstance(result, tuple) else result)[-1, -rows:, -1].double()
+        error = float((got - want).norm() / want.norm())
+        if not error < 5e-3:
+            raise SystemExit(f"{name} is wrong: relative L2 error {error:.1e}")
+        worst = max(worst, error)
+    return worst
+
+
+def time_all(runs: dict[str, Run], rounds: int, milliseconds: float) -> dict[str, float]:
+    """Median milliseconds of each, in alternating order, each measurement over at least `milliseconds` of work."""
+    repeats = {name: max(3, math.ceil(milliseconds / max(_time(run, 2), 1e-2))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for n in range(rounds):
+        for name in list(runs) if n % 2 == 0 else reversed(runs):
+            times[name].append(_time(runs[name], repeats[name]))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def _time(run: Run, repeats: int) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+def host_microseconds() -> float:
+    """Host time of one call on a tiny shape, everything included."""
+    q = torch.randn(1, 16, 1, 128, device="cuda", dtype=torch.bfloat16)
+    samples = []
+    for _ in range(7):
+        fa_multi.attention(q, q, q)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(200):
+            fa_multi.attention(q, q, q)
+        samples.append((time.perf_counter() - begin) / 200 * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def meta() -> dict[str, Any]:
+    """What the numbers were measured on and with."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "versions": {name: _version(name) for name in ("tilelang", "fa3_fwd")},
+        "flops": "4 batch heads seq^2 dim, halved when causal",
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def measure(shape: tuple[int, int, int, int, bool], rounds: int, milliseconds: float) -> dict[str, Any]:
+    """One row of the result."""
+    batch, heads, seq, dim, causal = shape
+    q, k, v = (torch.randn(batch, seq, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    runs = contestants(q, k, v, causal)
+    error = verify(q, k, v, causal, runs)
+    times = time_all(runs, rounds, milliseconds)
+    flops = 4 * batch * heads * seq * seq * dim / (2 if causal else 1)
+    return {
+        "shape": [batch, heads, seq, dim],
+        "causal": causal,
+        "dtype": "bfloat16",
+        "tflops": {name: round(flops / t / 1e9, 1) for name, t in times.items()},
+        "milliseconds": {name: round(t, 4) for name, t in times.items()},
+        "rel_l2": float(f"{error:.1e}"),
+    }
+
+
+def summary(rows: list[dict[str, Any]], against: str) -> str:
+    """Geometric mean and smallest ratio to a peer."""
+    ratios = [r["tflops"]["fa_multi"] / r["tflops"][against] for r in rows if against in r["tflops"]]
+    if not ratios:
+        return f"{against}: not here"
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    return f"fa_multi / {against}: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, of {len(ratios)} shapes"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file for the rows")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each library per shape (default 7)")
+    parser.add_argument("--ms", type=float, default=30.0, help="work per measurement in milliseconds (default 30)")
+    args = parser.parse_args()
+    reason = fa_multi.unavailable("cuda")
+    if reason:
+        print(f"the cuda lane cannot run here: {reason}", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    rows = []
+    print(f"{'B,H,S,D':>18} {'':6} {'fa_multi':>9} {'fa3':>7} {'cudnn':>7}  TFLOPS   of fa3")
+    for shape in SHAPES:
+        row = measure(shape, args.rounds, args.ms)
+        rows.append(row)
+        t = row["tflops"]
+        ratio = f"{t['fa_multi'] / t['fa3']:.3f}" if "fa3" in t else "-"
+        name = ",".join(map(str, row["shape"]))
+        columns = f"{t['fa_multi']:9.0f} {t.get('fa3', math.nan):7.0f} {t['cudnn']:7.0f}"
+        print(f"{name:>18} {'causal' if row['causal'] else 'full':6} {columns}          {ratio}", flush=True)
+    result = {"meta": meta() | {"host_microseconds": round(host_microseconds(), 1)}, "rows": rows}
+    for peer in ("fa3", "cudnn"):
+        print(summary(rows, peer))
+    print(f"host time of one call: {result['meta']['host_microseconds']} us")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

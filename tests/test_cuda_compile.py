@@ -1,0 +1,146 @@
+"""The real compilers accept the CUDA texts: no GPU, but TileLang and nvcc."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fa_multi.backends.cuda import emit, emit_ops, inspection, limits, planner, runtime
+
+import fa_multi
+from fa_multi.masks import Mask
+from fa_multi.spec import AttentionSpec
+
+compiled = pytest.mark.cuda_compile
+
+HEAD_DIMS = [(d, d) for d in planner.PADDED] + [(192, 128), (72, 40)]
+PORTABLE = [("sm_80", 128, True), ("sm_90a", 128, False), ("sm_100a", 40, True), ("sm_120a", 256, True)]
+
+
+def spec(d: int, dv: int, causal: bool = True, dtype: str = "bfloat16", lse: bool = True) -> AttentionSpec:
+    return AttentionSpec(dtype, d, dv, d**-0.5, Mask(causal=causal), lse)
+
+
+@compiled
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
+def test_tuned_variants(d: int, dv: int, causal: bool) -> None:
+    s = spec(d, dv, causal, "float16" if d == 96 else "bfloat16")
+    report = inspection.compile_cubin(s.name(), emit.lower_roles(s).source, limits.ROLES_ARCH)
+    assert report.cubin
+    assert report.spill_bytes == 0
+    assert report.warnings == ()
+    assert 0 < report.shared_bytes <= limits.SHARED_BYTES[limits.ROLES_ARCH]
+
+
+@compiled
+@pytest.mark.parametrize(("arch", "d", "aligned"), PORTABLE)
+def test_portable_form(arch: str, d: int, aligned: bool) -> None:
+    s = spec(d, d)
+    report = inspection.compile_cubin(s.name(), emit.lower_portable(s, arch, aligned).source, arch)
+    assert report.cubin
+    assert report.shared_bytes <= limits.SHARED_BYTES[arch]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FA_MULTI_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@compiled
+def test_a_second_process_calls_no_compiler(cache: Path, tmp_path: Path) -> None:
+    s = spec(32, 32, causal=False, lse=False)
+    text, before = emit.lower_roles(s).source, runtime.compilations()
+    library = runtime.compile_text(s.name(), text, "sm_90a")
+    assert runtime.compile_text(s.name(), text, "sm_90a") == library
+    assert runtime.compilations() == before + 1
+    script = (
+        "from fa_multi.backends.cuda import runtime; import sys; from pathlib import Path\n"
+        "text = Path(sys.argv[1]).read_text()\n"
+        "runtime.load(sys.argv[2], text, 'sm_90a')\n"
+        "assert runtime.compilations() == 0"
+    )
+    source = next((cache / runtime.KIND).glob("*.py"))
+    empty = tmp_path / "no_compilers"
+    empty.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", script, str(source), s.name()], check=True, env={**os.environ, "PATH": str(empty)}
+    )
+
+
+def views(batch: int, seq: int, heads: int, d: int) -> list[torch.Tensor]:
+    """The same shape in several layouts that TMA takes."""
+    dense = torch.zeros(batch, seq, heads, d, dtype=torch.bfloat16)
+    packed = torch.zeros(batch, seq, 3, heads, d, dtype=torch.bfloat16)
+    return [
+        dense,
+        dense.transpose(1, 2).contiguous().transpose(1, 2),
+        packed[:, :, 1],
+        dense.as_strided(dense.shape, dense.stride()),
+    ]
+
+
+def test_sizes_and_strides_are_arguments() -> None:
+    """One text for every shape and layout: the tensors do not reach the text at all, alignment apart."""
+    s = spec(64, 64)
+    texts = set()
+    for batch, seq, heads in ((1, 1, 1), (2, 100, 6), (7, 4096, 40)):
+        for x in views(batch, seq, heads, 64):
+            assert runtime.takes_tma(x)
+            texts.add(emit.lower(s, "sm_90a", aligned=runtime.aligned(x), tma=runtime.takes_tma(x)).source)
+    assert len(texts) == 1
+
+
+def test_what_tma_takes() -> None:
+    x = torch.zeros(2, 10, 4, 64, dtype=torch.bfloat16)
+    assert runtime.takes_tma(x)
+    assert runtime.takes_tma(x[:1].as_strided((1, 10, 4, 64), (3, 256, 64, 1))), (
+        "a stride of an axis of size 1 is unused"
+    )
+    expanded = x[:, :, :1].expand(2, 10, 4, 64)
+    assert runtime.aligned(expanded)
+    assert not runtime.takes_tma(expanded), "TMA refuses a stride of 0"
+    odd = torch.zeros(2, 10, 4, 65, dtype=torch.bfloat16)[..., :64]
+    assert not runtime.aligned(odd)
+    assert not runtime.aligned(torch.zeros(2 * 10 * 4 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 10, 4, 64))
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120a")])
+def test_architecture_names(capability: tuple[int, int], arch: str) -> None:
+    assert limits.arch_of(capability) == arch
+    assert limits.unknown_arch(arch) is None
+
+
+def test_old_architectures_are_refused_by_name() -> None:
+    assert "compute capability 8.0" in str(limits.unknown_arch("sm_75"))
+    assert "sm_91" in str(limits.unknown_arch("sm_91"))
+
+
+def test_what_does_not_fit_is_said_in_bytes() -> None:
+    s = spec(256, 256)
+    program = emit.lower_roles(s).program
+    with pytest.raises(limits.LimitError, match=r"sm_120a: \d+ bytes needed \(q 4 x \d+.*the limit is 101376"):
+        limits.check_shared(((t, 4) for t in emit_ops.operands(program)), "sm_120a")
+
+
+def test_text_needs_no_dsl() -> None:
+    """Printing imports neither TileLang nor TVM."""
+    script = (
+        "import sys, torch, fa_multi\n"
+        "x = torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16)\n"
+        "assert 'wgmma_gemm' in fa_multi.lower(x, x, x, device='cuda', arch='sm_90a').source\n"
+        "assert 'T.gemm' in fa_multi.lower(x, x, x, device='cuda', arch='sm_80').source\n"
+        "assert not {'tilelang', 'tvm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_form_says_which_it_is() -> None:
+    x = torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16)
+    assert fa_multi.lower(x, x, x, device="cuda", arch="sm_90a").form == "roles"
+    assert fa_multi.lower(x, x, x, device="cuda", arch="sm_89").form == "portable"
