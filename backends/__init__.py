@@ -48,8 +48,8 @@ class Backend(Protocol):
         """Tile sizes and overlap for an architecture."""
 
     def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
-        """Tasks that should share the keys of a row, for `rows` rows of queries (over batch and heads) and up to `keys`
-        keys each."""
+        """Tasks that should share the keys of a row, for `rows` rows of queries over batch and heads (each task's block
+        counted as full) and up to `keys` keys each."""
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         """Program, roles and kernel text for an architecture (the lane's default if None)."""

@@ -376,6 +376,17 @@ def _check_buffers(call: Call, out: torch.Tensor | None, lse: torch.Tensor | Non
         check.check_buffer("lse", lse, request.lse_shape, torch.float32, call.target)
 
 
+def _full_rows(request: Request, q: torch.Tensor, k: torch.Tensor, lengths: Lengths, block_m: int) -> int:
+    """Query rows over batch and heads, every task's block counted as full."""
+    packed = lengths.cu_seqlens_q is not None
+    batch = len(lengths.cu_seqlens_q) - 1 if lengths.cu_seqlens_q is not None else q.shape[0]
+    rows = request.sizes["max_seqlen_q"] if packed else q.shape[1]
+    heads = q.shape[-2]
+    if request.spec.addressing.pack_group:
+        rows, heads = rows * (heads // k.shape[2]), k.shape[2]
+    return batch * heads * -(-rows // block_m) * block_m
+
+
 def _with_splits(
     request: Request,
     q: torch.Tensor,
@@ -391,7 +402,8 @@ def _with_splits(
     lane, _ = parse_device(device, q)
     backend = backends.get(lane)
     longest = k.shape[1] * (1 if lengths.block_table is None else lengths.block_table.shape[1])
-    block_n = backend.plan(request.spec).block_n
+    plan = backend.plan(request.spec)
+    block_n = plan.block_n
     split_tiles = 1
     if fixed_split_size:
         if num_splits:
@@ -399,7 +411,7 @@ def _with_splits(
         split_tiles = -(-fixed_split_size // block_n)
         num_splits = max(1, -(-longest // (split_tiles * block_n)))
     elif num_splits == 0:
-        rows = request.lse_shape[-1] * request.lse_shape[-2]
+        rows = _full_rows(request, q, k, lengths, plan.block_m)
         num_splits = backend.choose_splits(request.spec, rows, longest)
     if num_splits == 1 and not fixed_split_size:
         return request

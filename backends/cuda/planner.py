@@ -16,6 +16,8 @@ from .limits import SHARED_BYTES, SHARED_RESERVE
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 256
 PADDED = (32, 64, 96, 128, 192, 256)  # columns on chip: whole swizzle atoms of 32 or 64 elements
+MULTIPROCESSORS = 132  # of an H100 or H200; others are near enough for a number of splits
+MIN_SPLIT_TILES = 4
 PERSISTENT = 132  # any number > 0: blocks share the tasks in a loop; how many blocks there are is a launch argument
 
 
@@ -83,6 +85,12 @@ def _hopper(
     # Ring positions run on over tasks, so a depth that is no power of two would cost a division in every trip.
     depth: Mapping[str, int] = MappingProxyType({"q": queries, "k": stages, "v": stages})
     return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin)
+
+
+def choose_splits(plan: Plan, rows: int, keys: int) -> int:
+    """Enough tasks for two waves over the multiprocessors, as long as each has a few key tiles."""
+    tasks = max(1, rows // plan.block_m)
+    return max(1, min(2 * MULTIPROCESSORS // tasks, keys // (MIN_SPLIT_TILES * plan.block_n)))
 
 
 def portable_plan(spec: Spec, arch: str) -> Plan:

@@ -228,6 +228,9 @@ class CudaBackend:
     def plan(self, spec: Spec, arch: str | None = None) -> Plan:
         return self.lower(spec, arch).roles.plan
 
+    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
+        return planner.choose_splits(self.plan(spec), rows, keys)
+
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         return emit.lower(spec, arch or _default_arch())
 
