@@ -225,7 +225,7 @@ def _with_numbers(
     def both(tensors: Tensors) -> list[torch.Tensor]:
         numbers = [x.float() for x in tensors[count:]]
         if spec.alibi:
-            numbers[0] = numbers[0].expand(batch, numbers[0].shape[-1])
+            numbers[0] = numbers[0].expand(batch, numbers[0].shape[-1]).contiguous()
         return [*arrange(tensors[:count]), *numbers]
 
     return both

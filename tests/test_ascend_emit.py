@@ -16,7 +16,7 @@ from fa_multi.backends.ascend.lowering import RoleCode, flag_ids, lower_roles
 
 from fa_multi.masks import Mask
 from fa_multi.plan import Plan
-from fa_multi.programs import build
+from fa_multi.programs import CombineSpec, build
 from fa_multi.roles import Roles, cut
 from fa_multi.spec import AttentionSpec
 
@@ -207,30 +207,36 @@ def test_needs_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("sizes", "tasks", "rows", "message"),
     [
-        ({"seqlen_k": 1 << 30}, "seqlen_k = 1073741824 is above"),
-        ({"batch": 1 << 20}, "does not fit 32 bits"),
+        ({}, 1, {"seqlen_k": 1 << 30}, "seqlen_k = 1073741824 is above"),
+        ({}, 1 << 31, {}, "2147483648 tasks do not fit 32 bits"),
+        ({"heads_q": 1 << 15, "heads_k": 1}, 1, {}, "32768 query heads share a key head"),
     ],
 )
-def test_sizes_beyond_32_bits(change: dict[str, int], message: str) -> None:
-    sizes = {"batch": 1, "heads_q": 32, "seqlen_q": 128, "seqlen_k": 128} | change
+def test_sizes_beyond_32_bits(sizes: dict[str, int], tasks: int, rows: dict[str, int], message: str) -> None:
     with pytest.raises(LimitError, match=message):
-        limits.check_sizes(sizes, [])
+        limits.check_sizes(sizes, tasks, rows)
+
+
+def test_flat_tensors_beyond_32_bits() -> None:
+    limits.check_flat("lse", (1 << 31) - 1)
+    with pytest.raises(LimitError, match="tensor lse: 2147483648 elements do not fit 32 bits"):
+        limits.check_flat("lse", 1 << 31)
 
 
 @pytest.mark.parametrize(
     ("strides", "span", "message"),
     [
-        ((0, 32, 0), 64, "a stride of 32 along the sequence cannot address 64 elements"),
+        ((0, 32, 0), 64, "a stride of 32 along axis seq cannot address 64 elements"),
         ((0, 64, 0), 1 << 40, "cannot address 1099511627776 elements"),
         ((-64, 64, 64), 64, "negative strides"),
     ],
 )
 def test_strides_beyond_the_index_arithmetic(strides: tuple[int, int, int], span: int, message: str) -> None:
-    sizes = {"batch": 1, "heads_q": 1, "seqlen_q": 1, "seqlen_k": 1}
+    by_axis = dict(zip(("batch", "seq", "head"), strides))
     with pytest.raises(LimitError, match=message):
-        limits.check_sizes(sizes, [("q", strides, 64, span)])
+        limits.check_window("q", by_axis, "seq", 64, span)
 
 
 # ---- the emitted text ----------------------------------------------------------------------------------------------
@@ -291,6 +297,7 @@ def test_supported_head_dims(dtype: str, dims: tuple[int, int]) -> None:
             AttentionSpec("float32", 64, 64, 0.1),
             "q must be float16 or bfloat16 on npu, got float32: float32 runs on the cpu lane",
         ),
+        (CombineSpec("float16", 512), "head dim 512 is above 256, the most that the npu kernel holds"),
         (AttentionSpec("float16", 512, 512, 0.1), "head dim 512 is above 256, the most that the npu kernel holds"),
     ],
 )

@@ -1,15 +1,8 @@
 """Kernel text in the tilelang-ascend DSL, printed from the roles of a program.
 
-Expert mode: explicit scopes, buffers with pinned addresses, flags; no pass of the compiler adds any. Declarations of
-the kernel's arguments:
-
-- a tensor with axes (batch, seq, head, dim) is `x_gm: T.Tensor([x_sb, x_sh, x_rows, x_ss])`, all sizes run-time
-  values: batch stride, head stride, ROW_BASE + rows, row pitch, in elements. The DSL has no strided tensors, but the
-  C++ it emits keeps run-time sizes in 64 bits, so an access computes its own offset from them (`lowering.window`).
-- a tensor with axes (batch, head, seq), contiguous, is `x_gm: T.Tensor([x_len, 1])`. n values from `at` on are the
-  columns [1 - n, ...) of row at + n - 1: the copy is clamped at column 1, to n values.
-- rings of channels are `ring_x: T.Tensor([cores, depth, rows, columns])`.
-- run-time sizes of the program are int32 scalars.
+Expert mode: explicit scopes, buffers with pinned addresses, flags; no pass of the compiler adds any. The kernel's
+arguments are the program's tensors as `views.py` declares them, the rings of the channels as
+`ring_x: T.Tensor([cores, depth, rows, columns])`, and the run-time sizes of the program as int32 scalars.
 """
 
 from __future__ import annotations
@@ -17,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fa_multi.roles import Roles
-from fa_multi.tiles import Program, Tensor
+from fa_multi.scalars import Binary, Element, Scalar
+from fa_multi.tiles import Program
 
 from . import hazards
 from .instructions import If, Instr, Loop, Node, lines
 from .limits import CROSS_FLAGS, OUTSTANDING, LimitError
-from .lowering import RoleCode, lower_roles, ring_name, tensor_name, text
+from .lowering import RoleCode, lower_roles, ring_name
+from .views import text, views
 
 BUILDER = "build"  # the module-level function of the printed text
 _ALLOC = {"L1": "alloc_L1", "L0C": "alloc_L0C", "UB": "alloc_ub"}
@@ -43,12 +38,27 @@ def emit(roles: Roles, target: str = "pto") -> str:
 
 def scheduled(code: RoleCode, roles: Roles) -> list[Node]:
     """A role's whole life on one core, with flags and barriers, and proven."""
+    task: list[Node] = [If("rows > 0", code.task)] if _may_be_empty(roles.program) else code.task
     loop = Loop(
-        "t", f"(tasks - cid + {roles.plan.cores - 1}) // {roles.plan.cores}", _decode(roles.program, roles) + code.task
+        "t", f"(tasks - cid + {roles.plan.cores - 1}) // {roles.plan.cores}", _decode(roles.program, roles) + task
     )
     nodes = hazards.insert([*code.before, loop, *code.after])
     hazards.verify(nodes)
     return nodes
+
+
+def _may_be_empty(program: Program) -> bool:
+    """Whether a task may have no rows: where lengths come from a tensor, the grid only knows their upper bound."""
+    lets = {var.name: value for var, value in program.lets}
+
+    def measured(value: Scalar) -> bool:
+        if isinstance(value, Element):
+            return True
+        if isinstance(value, Binary):
+            return measured(value.a) or measured(value.b)
+        return any(measured(lets[name]) for name in value.free() if name in lets)
+
+    return measured(lets["rows"])
 
 
 def _check_channels(roles: Roles) -> None:
@@ -88,8 +98,8 @@ def _module(roles: Roles, codes: list[RoleCode]) -> Iterator[str]:
     yield ""
     yield ""
     yield f"def {BUILDER}():"
-    for tensor in program.tensors:
-        for name in _symbols(tensor):
+    for view in views(program).values():
+        for name in view.symbols():
             yield f'    {name} = T.symbolic("{name}")'
     yield ""
     yield "    @T.prim_func"
@@ -101,8 +111,8 @@ def _module(roles: Roles, codes: list[RoleCode]) -> Iterator[str]:
     for b in buffers:
         yield f'            {b.name} = T.{_ALLOC[b.memory]}({list(b.shape)}, "{b.dtype}")'
     yield f"            T.annotate_address({{{', '.join(f'{b.name}: {b.offset}' for b in buffers)}}})"
-    for name in _locals(program, codes):
-        yield f'            {name} = T.alloc_var("int32", init=0)'
+    for name, dtype in _locals(program, codes).items():
+        yield f'            {name} = T.alloc_var("{dtype}", init={0 if dtype == "int32" else 0.0})'
     yield f"            tasks = {' * '.join(f'({text(n)})' for _, n in program.axes)}"
     for code in codes:
         yield f'            with T.Scope("{_SCOPE[code.role]}"):'
@@ -117,17 +127,10 @@ def _spaced(nodes: list[Node]) -> list[Node]:
     return [n for n in nodes if not isinstance(n, (If, Loop)) or n.body]
 
 
-def _symbols(tensor: Tensor) -> tuple[str, ...]:
-    if len(tensor.dims) == 4:
-        return tuple(f"{tensor.name}_{s}" for s in ("sb", "sh", "rows", "ss"))
-    return (f"{tensor.name}_len",)
-
-
 def _parameters(roles: Roles) -> Iterator[str]:
     program, plan = roles.program, roles.plan
-    for tensor in program.tensors:
-        sizes = ", ".join(_symbols(tensor)) + ("" if len(tensor.dims) == 4 else ", 1")
-        yield f'{tensor_name(tensor)}: T.Tensor([{sizes}], "{tensor.dtype}")'
+    for view in views(program).values():
+        yield view.declaration()
     for c in roles.channels:
         shape = [plan.cores, c.depth, *c.tile.shape]
         yield f'{ring_name(c)}: T.Tensor({shape}, "{c.tile.dtype}")'
@@ -135,6 +138,6 @@ def _parameters(roles: Roles) -> Iterator[str]:
         yield f"{name}: T.int32"
 
 
-def _locals(program: Program, codes: list[RoleCode]) -> list[str]:
+def _locals(program: Program, codes: list[RoleCode]) -> dict[str, str]:
     names = ["task", *(v.name for v, _ in program.axes), *(v.name for v, _ in program.lets), "base"]
-    return list(dict.fromkeys([*names, *(n for code in codes for n in code.locals)]))
+    return dict.fromkeys(names, "int32") | {n: dtype for code in codes for n, dtype in code.locals}

@@ -16,6 +16,7 @@ from .instructions import Access, Barrier, Flag, If, Instr, Loop, Node
 from .limits import EVENTS, RESERVED_EVENTS, LimitError
 
 Pair = tuple[str, str]  # source pipe, target pipe
+IN_ORDER = "S"  # the scalar unit ends one instruction before it starts the next, and a barrier on it is an error
 MAX_STEPS = 20_000  # of one unrolled path
 
 
@@ -155,7 +156,7 @@ def _same_pipe_barriers(touched: _Touched, syncs: Sequence[_Sync], in_loop: bool
         between = range(i + 1, j + 1) if not back else [*range(i + 1, len(touched)), *range(j + 1)]
         for a, b in touches:
             pipe = a.access.pipe
-            if pipe != b.access.pipe or any(pipe in places.get(k, ()) for k in between):
+            if pipe == IN_ORDER or pipe != b.access.pipe or any(pipe in places.get(k, ()) for k in between):
                 continue
             if not _ordered_through_another(a, b, i, j, back, syncs):
                 places.setdefault(j, set()).add(pipe)
@@ -288,6 +289,8 @@ class _Clocks:
             self.issued[pipe] = self.issued.get(pipe, 0) + 1
         for access in instr.accesses:
             for earlier, number, text in self.history:
+                if earlier.pipe == access.pipe == IN_ORDER:
+                    continue
                 if earlier.conflicts(access) and self.known.get(access.pipe, {}).get(earlier.pipe, 0) < number:
                     raise HazardError(
                         f"nothing orders `{text}` ({earlier.pipe}) before `{instr.text}` ({access.pipe}): "

@@ -19,6 +19,7 @@ L0_SLICE = 128  # columns of K that one step of gemm_v0 takes
 ROW_BASE = 1 << 30  # added to every row index, see emit.py
 MAX_ROWS = ROW_BASE - 1
 INT32 = 1 << 31
+MAX_GROUP = 1 << 14  # heads that share a tile: a row's query is found by a division in fp32
 
 
 class LimitError(ValueError):
@@ -62,22 +63,35 @@ def check_gemm(name: str, m: int, n: int, k: int, dtype: str) -> None:
             raise LimitError(f"product {name}: {label} would need {size} bytes, it has {CAPACITY[label]}")
 
 
-def check_sizes(sizes: Mapping[str, int], tensors: Iterable[tuple[str, tuple[int, int, int], int, int]]) -> None:
-    """Run-time limits: row indices and LSE offsets are 32 bit, column offsets are 64 bit.
+def check_sizes(sizes: Mapping[str, int], tasks: int, rows: Mapping[str, int]) -> None:
+    """Run-time limits of the 32-bit scalars of a kernel: rows, positions and task numbers.
 
-    sizes: the program's run-time sizes. tensors: (name, (batch, seq, head) strides, columns, elements it spans).
+    sizes: the program's run-time sizes. tasks: the number of them. rows: what counts rows or positions, by name.
     """
-    for name in ("seqlen_q", "seqlen_k"):
-        if sizes.get(name, 0) > MAX_ROWS:
-            raise LimitError(f"{name} = {sizes[name]} is above {MAX_ROWS}")
-    rows = sizes["batch"] * sizes["heads_q"] * sizes["seqlen_q"]
-    if rows >= INT32:
-        raise LimitError(f"batch * heads * seqlen_q = {rows} does not fit 32 bits; split the batch")
-    for name, (batch, seq, head), columns, span in tensors:
-        if min(batch, seq, head) < 0:
-            raise LimitError(f"tensor {name}: negative strides are not supported; pass a contiguous copy")
-        if seq < columns or span > seq * ROW_BASE:
-            raise LimitError(
-                f"tensor {name}: a stride of {seq} along the sequence cannot address {span} elements; "
-                "pass a contiguous copy"
-            )
+    for name, value in rows.items():
+        if value > MAX_ROWS:
+            raise LimitError(f"{name} = {value} is above {MAX_ROWS}")
+    if tasks >= INT32:
+        raise LimitError(f"{tasks} tasks do not fit 32 bits; split the batch")
+    group = sizes.get("heads_q", 1) // max(1, sizes.get("heads_k", 1))
+    if group > MAX_GROUP:
+        raise LimitError(f"{group} query heads share a key head, the kernel counts to {MAX_GROUP}")
+
+
+def check_window(name: str, strides: Mapping[str, int], row_axis: str, columns: int, span: int) -> None:
+    """A tensor of rows. strides: by axis, in elements. row_axis: the one along which rows run; its stride is the pitch.
+    span: elements from the first to the last."""
+    pitch = strides[row_axis]
+    if min(strides.values()) < 0:
+        raise LimitError(f"tensor {name}: negative strides are not supported; pass a contiguous copy")
+    if pitch < columns or span > pitch * ROW_BASE:
+        raise LimitError(
+            f"tensor {name}: a stride of {pitch} along axis {row_axis} cannot address {span} elements; "
+            "pass a contiguous copy"
+        )
+
+
+def check_flat(name: str, elements: int) -> None:
+    """A contiguous tensor of single values, addressed in 32 bits."""
+    if elements >= INT32:
+        raise LimitError(f"tensor {name}: {elements} elements do not fit 32 bits; split the batch")

@@ -10,21 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fa_multi.roles import Acquire, Await, Channel, Commit, Recv, Release, RoleProgram, Roles, Send, StagedLoop
-from fa_multi.scalars import Const, Scalar, Var
-from fa_multi.tiles import Access as TensorAccess
-from fa_multi.tiles import Cast, Load, Map, MaskTile, Mma, Op, Phase, RowReduce, Store, Tensor, Tile
+from fa_multi.tiles import Cast, Expr, Load, Map, MaskTile, Mma, Op, Phase, RowReduce, Store, Tile
 
 from .instructions import Access, Buffer, If, Instr, Loop, Node
-from .limits import ALIGNMENT, ROW_BASE, LimitError, check_buffers, check_gemm
+from .limits import ALIGNMENT, LimitError, check_buffers, check_gemm
+from .transfers import VECTOR_CORES, Transfers
 from .vector import VectorOps
-
-FUNCTIONS = {"min": "T.min", "max": "T.max", "ceildiv": "T.ceildiv"}
-VECTOR_CORES = 2
-
-
-def text(value: Scalar) -> str:
-    """A scalar as kernel text. Task scalars and sizes keep their names."""
-    return value.text(functions=FUNCTIONS)
+from .views import text, views
 
 
 @dataclass
@@ -49,14 +41,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class RoleCode:
-    """One role as instructions. before and after run once per core, task once per task; locals: its int32 variables."""
+    """One role as instructions. before and after run once per core, task once per task; locals: name and dtype of its
+    scalar variables."""
 
     role: str
     before: list[Node]
     task: list[Node]
     after: list[Node]
     buffers: tuple[Buffer, ...]
-    locals: tuple[str, ...]
+    locals: tuple[tuple[str, str], ...]
 
 
 def lower_roles(roles: Roles, target: str) -> list[RoleCode]:
@@ -80,11 +73,6 @@ def ring_name(channel: Channel) -> str:
     return f"ring_{channel.tile.name}"
 
 
-def tensor_name(tensor: Tensor) -> str:
-    """The kernel argument of a tensor."""
-    return f"{tensor.name}_gm"
-
-
 class _RoleLowering:
     def __init__(self, roles: Roles, role: RoleProgram, target: str):
         self.roles, self.role, self.plan = roles, role, roles.plan
@@ -92,8 +80,12 @@ class _RoleLowering:
         self.memory = Memory()
         self.rings = {t.name: n for t, n in role.rings}
         self.flags = flag_ids(roles)
-        self.locals: dict[str, None] = {}
+        self.views = views(roles.program)
+        self.locals: dict[str, str] = {}
         self.nodes: list[Node] = []
+        self.head: list[Node] = []  # what a task starts with: values that its loop reads and nothing in it changes
+        self.kept: dict[Expr, str] = {}  # expressions already made there, and the buffers that hold them
+        self.transfers = Transfers(self, target)
         self.trip = ""  # the variable that holds the trip of the stage being lowered
         self.phases: tuple[Phase, ...] = ()
         if not self.cube:
@@ -106,13 +98,15 @@ class _RoleLowering:
         task = self._collect(self.role.body)
         if any(c.per_trip for c in self._channels()):
             task += [Instr(f"base = base + {self._groups()}")]
-            self.locals["base"] = None
+        task = self.head + task
         before, after = self._presets(), self._drains()
         if not self.cube:
-            before = self.vector.constants() + before
+            before = self.vector.positions.constants() + before
         reserved = {} if self.cube else {"UB": self.vector.hidden.buffer.bytes}
         check_buffers(self.memory.buffers.values(), reserved)
-        return RoleCode(self.role.role, before, task, after, tuple(self.memory.buffers.values()), tuple(self.locals))
+        return RoleCode(
+            self.role.role, before, task, after, tuple(self.memory.buffers.values()), tuple(self.locals.items())
+        )
 
     def _collect(self, ops: Iterable[Op]) -> list[Node]:
         outer, self.nodes = self.nodes, []
@@ -126,7 +120,7 @@ class _RoleLowering:
 
     def local(self, name: str, value: str) -> str:
         """Assign a scalar; named scalars keep the text short, and the compiler much faster."""
-        self.locals[name] = None
+        self.locals[name] = "int32"
         self.emit(f"{name} = {value}")
         return name
 
@@ -157,10 +151,10 @@ class _RoleLowering:
 
     def _op(self, op: Op) -> None:
         steps: dict[type, Callable[..., None]] = {
-            Load: self._load,
+            Load: self.transfers.load,
             Mma: self._mma,
             StagedLoop: self._loop,
-            Store: self._store,
+            Store: self.transfers.store,
             Send: self._send,
             Recv: self._recv,
             Acquire: self._acquire,
@@ -170,7 +164,7 @@ class _RoleLowering:
         }
         if not self.cube:
             v = self.vector
-            steps |= {Map: v.map, RowReduce: v.reduce, Cast: v.cast, MaskTile: v.mask}
+            steps |= {Map: v.map, RowReduce: v.reduce, Cast: v.cast, MaskTile: v.masking.mask}
         if type(op) not in steps:
             raise LimitError(f"the {self.role.role} role has no instruction for `{op}`")
         steps[type(op)](op)
@@ -185,7 +179,7 @@ class _RoleLowering:
         body: list[Node] = []
         for stage in loop.stages:
             self.trip = loop.var.name
-            self.locals[self.trip] = None
+            self.locals[self.trip] = "int32"
             inner: list[Node] = [Instr(f"{self.trip} = step - {stage.lag}" if stage.lag else f"{self.trip} = step")]
             inner += self._collect(stage.body)
             late = [f"step >= {stage.lag}"] if stage.lag else []
@@ -195,30 +189,6 @@ class _RoleLowering:
         self.trip = ""
         extent = f"T.if_then_else(trips > 0, trips + {lag}, 0)" if lag else "trips"
         self.nodes.append(Loop("step", extent, body))
-
-    def _load(self, op: Load) -> None:
-        dst = self.tile(op.dst)
-        rows, cols = self.local("n", text(op.src.rows)), op.src.tensor.shape[-1]
-        assert isinstance(cols, Const)
-        window = self.window(op.src, self.local("r", text(op.src.row0)), rows, cols.value)
-        if self.cube:
-            self.emit(f"T.copy({window}, {dst.name}[0:n, 0:{cols.value}])", Access("MTE2", dst, True))
-        else:
-            raise LimitError(f"`{op}`: loads into the vector core are not supported yet")
-
-    def window(self, a: TensorAccess, row: str, rows: str, cols: int) -> str:
-        """Rows [row, row + rows) of one head as a region of the kernel argument.
-
-        The argument is declared [batch stride, head stride, rows, row pitch], all run-time values that C++ keeps in 64
-        bits. Head and batch offsets go into the column index. A column index beyond the pitch would be clamped away,
-        a negative one is not: so ROW_BASE rows are added to the row index and taken off the column index.
-        """
-        name = a.tensor.name
-        if len(a.tensor.dims) != 4 or set(a.tensor.dims) != {"batch", "seq", "head", "dim"}:
-            raise LimitError(f"tensor {name} with axes {a.tensor.dims}: only (batch, seq, head, dim) is supported yet")
-        at = f"{row} + {ROW_BASE}"
-        col = f"{text(a.batch)} * {name}_sb + {_factor(a.head)} * {name}_sh - {ROW_BASE} * {name}_ss"
-        return f"{tensor_name(a.tensor)}[0, 0, {at}:{at} + {rows}, {col}:{col} + {cols}]"
 
     def _mma(self, op: Mma) -> None:
         a, b, dst = self.tile(op.a), self.tile(op.b), self.tile(op.dst)
@@ -231,26 +201,6 @@ class _RoleLowering:
             Access("MTE1", b, False),
             Access("M", dst, True),
         )
-
-    def _store(self, op: Store) -> None:
-        src, half = self.tile(op.src), op.src.shape[0] // VECTOR_CORES
-        rows = self.local("n", f"T.max(T.min({text(op.dst.rows)} - vid * {half}, {half}), 0)")
-        row = self.local("r", f"{text(op.dst.row0)} + vid * {half}")
-        tensor = op.dst.tensor
-        if len(src.shape) == 1:
-            # n consecutive values; see emit.py for the shape [length, 1] of the argument
-            shape = dict(zip(tensor.dims, tensor.shape))
-            at = self.local(
-                "at",
-                f"({_factor(op.dst.batch)} * {_factor(shape['head'])} + {text(op.dst.head)}) * "
-                f"{_factor(shape['seq'])} + r + n - 1",
-            )
-            copy = f"T.copy({src.name}, {tensor_name(tensor)}[{at}, 1 - n:1 - n + {half}])"
-        else:
-            cols = tensor.shape[-1]
-            assert isinstance(cols, Const)
-            copy = f"T.copy({src.name}[0:n, 0:{cols.value}], {self.window(op.dst, row, rows, cols.value)})"
-        self.nodes.append(If("n > 0", [Instr(copy, (Access("MTE3", src, False),))]))  # a count of 0 would mean all
 
     # ---- channels --------------------------------------------------------------------------------------------------
 
@@ -334,10 +284,13 @@ class _RoleLowering:
         """Every tile its own bytes, but for tiles that only live outside the loop: those lie over scratch."""
         inside = set(_tiles(self.role.body, loops_only=True))
         tiles = list(dict.fromkeys(_tiles(self.role.body)))
+        loads = {op.dst: op for op in _ops(self.role.body) if isinstance(op, Load)}
         for tile in tiles:
             if self.cube:
                 memory = "L0C" if tile.dtype == "float32" else "L1"
-                self.memory.buffer(self._buffer_name(tile), memory, tile.shape, tile.dtype)
+                made = self.memory.buffer(self._buffer_name(tile), memory, tile.shape, tile.dtype)
+                if tile in loads and self.transfers.in_pieces(loads[tile].src, tile.shape[0]):
+                    self.transfers.blocks(made)
                 continue
             if tile.shape[0] % (VECTOR_CORES * 8):
                 raise LimitError(f"tile {tile}: {tile.shape[0]} rows cannot be halved in groups of 8; use other tiles")
@@ -351,14 +304,15 @@ class _RoleLowering:
             self.memory.buffer(self._buffer_name(tile), "UB", shape, tile.dtype, over)
 
 
-def _tiles(ops: Iterable[Op], loops_only: bool = False) -> Iterator[Tile]:
+def _ops(ops: Iterable[Op], loops_only: bool = False) -> Iterator[Op]:
     for op in ops:
         if isinstance(op, StagedLoop):
             for stage in op.stages:
-                yield from _tiles(stage.body)
+                yield from _ops(stage.body)
         elif not loops_only:
-            yield from (*op.writes, *op.reads)
+            yield op
 
 
-def _factor(value: Scalar) -> str:
-    return text(value) if isinstance(value, (Var, Const)) else f"({text(value)})"
+def _tiles(ops: Iterable[Op], loops_only: bool = False) -> Iterator[Tile]:
+    for op in _ops(ops, loops_only):
+        yield from (*op.writes, *op.reads)

@@ -6,20 +6,23 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fa_multi.cache import store_text
-from fa_multi.programs import Spec
+from fa_multi.plan import Plan
+from fa_multi.programs import CombineSpec, Spec
 from fa_multi.roles import Roles
 from fa_multi.scalars import Var
 
 from .. import Launch, Lowered
 from . import compiler, limits, planner, toolchain
 from .emit import BUILDER, emit
-from .lowering import ring_name, tensor_name
+from .lowering import ring_name
 from .simulator.build import Param, load, parse_params
+from .views import View, views
 
 log = logging.getLogger(__name__)
 TARGET = "pto"  # the C++ that the simulator runs; the same goes to the NPU
@@ -44,6 +47,15 @@ class AscendBackend:
 
     def supports(self, spec: Spec, arch: str | None = None) -> str | None:
         return planner.refusal(spec)
+
+    def plan(self, spec: Spec, arch: str | None = None) -> Plan:
+        reason = planner.refusal(spec)
+        if reason:
+            raise ValueError(reason)
+        return planner.planned(spec, arch or self.arch).plan
+
+    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
+        return 1 if isinstance(spec, CombineSpec) else planner.choose_splits(spec, self.arch, rows, keys)
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         return lower(spec, arch or self.arch)
@@ -97,7 +109,7 @@ class Device(AscendBackend):
         lowered = self.lower(spec)
         entry, params = _compile_for_device(lowered.source, lowered.program.name)
         roles = lowered.roles
-        where = next(iter(inputs.values())).device
+        where = next((x.device for x in inputs.values()), None)  # without inputs there is no ring either
         rings = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype in ring_shapes(roles)]
 
         def launch(*tensors: torch.Tensor) -> None:
@@ -141,11 +153,14 @@ def ring_shapes(roles: Roles) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [((roles.plan.cores, c.depth, *c.tile.shape), getattr(torch, c.tile.dtype)) for c in roles.channels]
 
 
-class Call:
-    """One call's tensors and sizes as kernel arguments, by the names that emit.py declares.
+ROW_COUNTS = ("seqlen_q", "seqlen_k", "max_seqlen_q", "total_q", "total_k")  # sizes that count rows
 
-    tensors: those of the program, in its order; (batch, seq, heads, dim) with a unit last stride, or contiguous
-    (batch, heads, seq). sizes: run-time sizes that no tensor's shape gives.
+
+class Call:
+    """One call's tensors and sizes as kernel arguments, by the names that `views.py` declares.
+
+    tensors: those of the program, in its order, with a unit last stride; log-sum-exps contiguous.
+    sizes: run-time sizes that no tensor's shape gives.
     Raises LimitError where sizes or strides do not fit the kernel's index arithmetic.
     """
 
@@ -154,32 +169,54 @@ class Call:
         self.tensors: dict[str, torch.Tensor] = {}
         self.copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.numbers: dict[str, int] = dict(sizes)
-        strides = []
-        for declared, t in zip(roles.program.tensors, tensors, strict=True):
+        program = roles.program
+        for declared, t in zip(program.tensors, tensors, strict=True):
             self.numbers |= {n.name: t.shape[i] for i, n in enumerate(declared.shape) if isinstance(n, Var)}
-            if t.dim() != 4:
-                self.tensors[declared.name] = t
-                self.numbers[f"{declared.name}_len"] = t.numel()
-                continue
-            t = self.tensors[declared.name] = self._addressable(declared.name, t, declared.output)
-            name, (sb, ss, sh) = declared.name, _strides(t)
-            self.numbers |= {
-                f"{name}_sb": sb,
-                f"{name}_sh": sh,
-                f"{name}_ss": ss,
-                f"{name}_rows": limits.ROW_BASE + t.shape[1],
-            }
-            span = (t.shape[0] - 1) * sb + (t.shape[1] - 1) * ss + (t.shape[2] - 1) * sh + t.shape[3]
-            strides.append((name, (sb, ss, sh), t.shape[3], span))
-        limits.check_sizes(self.numbers, strides)
+        self.views = views(program)
+        for view, t in zip(self.views.values(), tensors):
+            self._bind(view, t)
+        rows = {name: self.numbers[name] for name in ROW_COUNTS if name in self.numbers}
+        for declared in program.tensors:
+            if declared.name == "block_table":
+                rows["block_table"] = self._table_rows()
+        limits.check_sizes(self.numbers, math.prod(n.eval(self.numbers) for _, n in program.axes), rows)
 
-    def _addressable(self, name: str, t: torch.Tensor, output: bool) -> torch.Tensor:
+    def _table_rows(self) -> int:
+        """Positions that a row of the block table has room for."""
+        size = next(v for v in self.views.values() if "slot" in v.tensor.dims).tensor.shape[1].eval(self.numbers)
+        return int(size) * self.numbers["table_width"]
+
+    def _bind(self, view: View, t: torch.Tensor) -> None:
+        name = view.tensor.name
+        if view.form == "window":
+            self._bind_window(view, t)
+            return
+        self.tensors[name] = t
+        if view.form == "numbers" and t.dim() == 2:
+            self.numbers |= {f"{name}_rows": t.shape[0], f"{name}_pitch": t.stride(0)}
+        else:
+            limits.check_flat(name, t.numel())
+            self.numbers[f"{name}_len"] = t.numel()
+
+    def _bind_window(self, view: View, t: torch.Tensor) -> None:
+        name, dims = view.tensor.name, view.tensor.dims
+        at = dims.index(view.row_axis)
+        t = self.tensors[name] = self._addressable(view, t, at)
+        strides = {d: t.stride(i) for i, d in enumerate(dims) if d != "dim"}
+        if t.shape[at] == 1:  # the pitch of a single row is free, so make it wide enough
+            strides[view.row_axis] = max(strides[view.row_axis], view.columns)
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+        limits.check_window(name, strides, view.row_axis, view.columns, span)
+        self.numbers |= {view.stride(d): s for d, s in strides.items()}
+        self.numbers[f"{name}_rows"] = limits.ROW_BASE + t.shape[at]
+
+    def _addressable(self, view: View, t: torch.Tensor, row_axis: int) -> torch.Tensor:
         """The tensor itself, or a copy where its rows overlap: the kernel clamps columns to the row pitch."""
-        if t.stride(3) == 1 and (t.shape[1] == 1 or t.stride(1) >= t.shape[3]):
+        if t.stride(-1) == 1 and (t.shape[row_axis] == 1 or t.stride(row_axis) >= view.columns):
             return t
-        log.debug("%s with strides %s is copied: its rows overlap", name, t.stride())
+        log.debug("%s with strides %s is copied: its rows overlap", view.tensor.name, t.stride())
         copy = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        if output:
+        if view.tensor.output:
             self.copied_back.append((t, copy))
         else:
             copy.copy_(t)
@@ -187,7 +224,7 @@ class Call:
 
     def arguments(self, params: Sequence[Param], rings: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
         """(tensors, scalars) in the order of the kernel's parameters."""
-        named = {tensor_name(t): self.tensors[t.name] for t in self.roles.program.tensors}
+        named = {view.argument: self.tensors[name] for name, view in self.views.items()}
         named |= {ring_name(c): ring for c, ring in zip(self.roles.channels, rings)}
         tensors = [named[p.name] for p in params if p.kind == "tensor"]
         return tensors, [self.numbers[p.name] for p in params if p.kind == "scalar"]
@@ -196,9 +233,3 @@ class Call:
         """Copy outputs back where the kernel could not write them in place."""
         for target, copy in self.copied_back:
             target.copy_(copy)
-
-
-def _strides(t: torch.Tensor) -> tuple[int, int, int]:
-    """(batch, seq, head) strides in elements; the pitch of a single row is free, so make it wide enough."""
-    sb, ss, sh, _ = t.stride()
-    return sb, ss if t.shape[1] > 1 else max(ss, t.shape[3]), sh

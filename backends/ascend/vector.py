@@ -1,4 +1,4 @@
-"""Element-wise expressions, row reductions and masks as vector instructions.
+"""Element-wise expressions and row reductions as vector instructions.
 
 A vector operand is written as text ("s_ub", "alpha_ub[j % 3, :]") together with the buffer it lies in. Expressions are
 evaluated into their destination; where that would destroy an operand, into a scratch buffer first.
@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fa_multi.masks import Bound
-from fa_multi.scalars import Scalar
-from fa_multi.tiles import Arith, Cast, Expr, Func, Map, MaskTile, Number, Read, RowReduce, Tile, tiles_in
+from fa_multi.tiles import Arith, Cast, Expr, Func, HeadValue, Map, Number, Position, Read, RowReduce, Tile
 
-from .instructions import Access, Buffer, Instr, Node
+from .instructions import Access, Buffer, Instr
 from .limits import LimitError
+from .masking import Masking
+from .positions import Positions
 
 if TYPE_CHECKING:
     from .lowering import _RoleLowering
 
-MASKED = -(2.0**120)  # added to a masked score: its exp is exactly 0 for every maximum >= -2**100
 _TILE_OPS = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
 
 
@@ -50,6 +49,8 @@ class VectorOps:
         self.temps = 0
         # bytes that the compiler adds behind our buffers and uses for reductions and broadcasts
         self.hidden = self.whole(Buffer("tmp_ub", "UB behind", (self.rows, self.wide), "float32", 0))
+        self.positions = Positions(self)
+        self.masking = Masking(self)
 
     # ---- buffers ---------------------------------------------------------------------------------------------------
 
@@ -64,9 +65,10 @@ class VectorOps:
     def temp(self) -> Operand:
         """A row vector for intermediate values."""
         self.temps += 1
-        return self._vector(f"t{self.temps}_ub")
+        return self.row_vector(f"t{self.temps}_ub")
 
-    def _vector(self, name: str) -> Operand:
+    def row_vector(self, name: str) -> Operand:
+        """The [rows] buffer of that name."""
         return self.whole(self.low.memory.buffer(name, "UB", (self.rows,), "float32"))
 
     @staticmethod
@@ -74,11 +76,12 @@ class VectorOps:
         return Operand(buffer.name, buffer, buffer.shape)
 
     def operand(self, tile: Tile) -> Operand:
-        """A tile as it is now: of a ring of row vectors, the row of the current trip."""
+        """A tile as it is now: of a ring of row vectors, the row of the current trip, and after the loop any row."""
         buffer = self.low.tile(tile)
         kept = self.low.rings.get(tile.name)
         if kept:
-            return Operand(f"{buffer.name}[{self.low.trip} % {kept}, :]", buffer, buffer.shape[1:])
+            row = f"{self.low.trip} % {kept}" if self.low.trip else "0"
+            return Operand(f"{buffer.name}[{row}, :]", buffer, buffer.shape[1:])
         return self.whole(buffer)
 
     def emit(self, statement: str, dst: Operand, *sources: Operand) -> None:
@@ -112,7 +115,7 @@ class VectorOps:
             return
         # ascendc takes the column count for the row count in that op, so there it is a loop over rows
         if vector.text != vector.buffer.name:
-            copied = self._vector("row_ub")
+            copied = self.row_vector("row_ub")
             self.emit(f"T.copy({vector.text}, {copied.text})", copied, vector)
             vector = copied
         statement = f"T.tile.{name}({dst.text}[row, :], {a.text}[row, :], {vector.text}[row])"
@@ -133,6 +136,17 @@ class VectorOps:
         """dst = factor * x + dst."""
         self.emit(f"T.tile.axpy({dst.text}, {x.text}, {factor!r})", dst, x, dst)
 
+    def broadcast_columns(self, dst: Operand, columns: Operand) -> None:
+        """dst[r, c] = columns[0, c]."""
+        self._with_hidden(f"T.tile.broadcast({dst.text}, {columns.text}, axis=0)", dst, columns)
+
+    def spread(self, vector: Buffer) -> Buffer:
+        """[rows, 8] scratch, each row of it 8 times the value of that row."""
+        wide = self.whole(self.scratch((self.rows, 8), "float32"))
+        self.fill(wide, "1.0")
+        self.binary("*", wide, wide, self.whole(vector))
+        return wide.buffer
+
     # ---- expressions -----------------------------------------------------------------------------------------------
 
     def map(self, op: Map) -> None:
@@ -143,22 +157,26 @@ class VectorOps:
         """dst = e, element by element."""
         if isinstance(e, Number):
             self.fill(dst, repr(e.value))
-        elif isinstance(e, Read):
-            self.copy(dst, self.operand(e.tile))
+        elif isinstance(e, Position) and e.axis == 1:
+            self.positions.column_position(e, dst)
         elif isinstance(e, Func):
-            self.evaluate(e.a, dst)
+            self.evaluate(_turned(e.a) if e.name == "abs" else e.a, dst)
             self.unary({"exp": "exp", "log": "ln", "abs": "abs"}[e.name], dst, dst)
         elif isinstance(e, Arith):
             self._arith(e, dst)
         else:
-            raise LimitError(f"no vector instruction for `{e}`")
+            value = self._simple(e)
+            if not isinstance(value, Operand) or value.shape != dst.shape:
+                raise LimitError(f"no vector instruction for `{e}` alone")
+            self.copy(dst, value)
 
     def _arith(self, e: Arith, dst: Operand) -> None:
         b = self._simple(e.b)
+        if _rank(e.b) == 2 and _rank(e.a) < 2:
+            self._left_of_tile(e, dst)
+            return
         if b is None:  # before dst changes: the right side may read it
-            if self._rank(e.b) == 2:
-                raise LimitError(f"`{e}`: the right side of an operator must be a tile, a number or a row expression")
-            b = self.temp()
+            b = self.temp() if len(dst.shape) == 1 or _rank(e.b) < 2 else self._beside(e, dst)
             self.evaluate(e.b, b)
         a = self._simple(e.a)
         if not isinstance(a, Operand) or len(a.shape) < len(dst.shape):
@@ -168,14 +186,40 @@ class VectorOps:
             a = dst
         self.binary(e.op, dst, a, b)
 
+    def _left_of_tile(self, e: Arith, dst: Operand) -> None:
+        """A number or a row expression on the left, a tile on the right: the DSL only has the other order."""
+        left = self._simple(e.a)
+        if left is None:
+            left = self.temp()
+            self.evaluate(e.a, left)
+        self.evaluate(e.b, dst)
+        if e.op == "/":
+            dividend = self.whole(self.scratch(dst.shape, "float32"))
+            if dividend.buffer.overlaps(dst.buffer) or isinstance(left, Operand):
+                raise LimitError(f"no vector instruction for `{e}`")
+            self.fill(dividend, repr(left))
+            self.binary("/", dst, dividend, dst)
+            return
+        if e.op == "-":
+            self.binary("*", dst, dst, -1.0)
+        self.binary("+" if e.op == "-" else e.op, dst, dst, left)
+
+    def _beside(self, e: Arith, dst: Operand) -> Operand:
+        """Scratch for the right side of a tile expression; there is one."""
+        beside = self.whole(self.scratch(dst.shape, "float32"))
+        if beside.buffer.overlaps(dst.buffer):
+            raise LimitError(f"`{e}`: too many tiles at once")
+        return beside
+
     def _simple(self, e: Expr) -> Operand | float | None:
+        """What an instruction takes as it is."""
         if isinstance(e, Number):
             return e.value
+        if isinstance(e, HeadValue):
+            return self.positions.head_value(e)
+        if isinstance(e, Position) and e.axis == 0:
+            return self.positions.row_position(e)
         return self.operand(e.tile) if isinstance(e, Read) else None
-
-    @staticmethod
-    def _rank(e: Expr) -> int:
-        return max((len(t.shape) for t in tiles_in(e)), default=0)
 
     # ---- other ops -------------------------------------------------------------------------------------------------
 
@@ -193,91 +237,22 @@ class VectorOps:
         dst, src = self.operand(op.dst), self.operand(op.src)
         self.emit(f'T.tile.cast({dst.text}, {src.text}, "CAST_RINT", {dst.size})', dst, src)
 
-    # ---- masks -----------------------------------------------------------------------------------------------------
 
-    def mask(self, op: MaskTile) -> None:
-        """Add MASKED where the column is not visible. excess = column + 1 - limit of the row is positive exactly there
-        (for a lower end: limit - column), so min(max(excess, 0), 1) is the mask."""
-        self.temps = 0
-        condition = self._masked_trips()
-        outer, self.low.nodes = self.low.nodes, []
-        tile = self.operand(op.tile)
-        excess = self.whole(self.scratch(tile.shape, "float32"))
-        limit = self._vector("limit_ub")
-        for bounds, upper in ((op.interval.upper, True), (op.interval.lower, False)):
-            if not bounds:
-                continue
-            self._limit(limit, bounds, upper, op)
-            columns = self._vector_of("column1_ub" if upper else "column_ub", (1, self.cols))
-            self._with_hidden(f"T.tile.broadcast({excess.text}, {columns.text}, axis=0)", excess, columns)
-            self.binary("-", excess, excess, limit)
-            if not upper:
-                self.binary("*", excess, excess, -1.0)
-            self.binary("max", excess, excess, 0.0)
-            self.binary("min", excess, excess, 1.0)
-            self.axpy(tile, excess, MASKED)
-        inner, self.low.nodes = self.low.nodes, outer
-        self.low.block(condition, inner)
+def _rank(e: Expr) -> int:
+    """Axes of an expression's value: 0 for a number, 1 for one value a row, 2 for a tile."""
+    if isinstance(e, Read):
+        return len(e.tile.shape)
+    if isinstance(e, Position):
+        return 1 + e.axis
+    if isinstance(e, Arith):
+        return max(_rank(e.a), _rank(e.b))
+    if isinstance(e, Func):
+        return _rank(e.a)
+    return int(isinstance(e, HeadValue))
 
-    def _masked_trips(self) -> str:
-        """Text of: the current trip is in a masked phase."""
-        phases = self.low.phases
-        parts, start = [], ""
-        for n, phase in enumerate(phases):
-            stop = f"stop{n}"
-            if phase.masked:
-                begin = [f"{self.low.trip} >= {start}"] if start else []
-                end = [f"{self.low.trip} < {stop}"] if n + 1 < len(phases) else []
-                parts.append(" and ".join(begin + end) or "trips > 0")
-            start = stop
-        return " or ".join(f"({p})" for p in parts) if len(parts) > 1 else parts[0]
 
-    def _limit(self, limit: Operand, bounds: tuple[Bound, ...], upper: bool, op: MaskTile) -> None:
-        """limit[r] = smallest upper (largest lower) end of row r, as a column of this tile."""
-        combine = "min" if upper else "max"
-        first = True
-        for n, bound in enumerate(sorted(bounds, key=lambda b: -b.slope)):
-            if bound.slope and bound.step != 1:
-                raise LimitError(f"`{op}`: row ends in steps of {bound.step} have no vector form yet")
-            value = self._clamped(bound, op, f"edge{n}")
-            if bound.slope:
-                index = self._vector("row_index_ub")
-                target = limit if first else self.temp()
-                self.emit(f"T.tile.add({target.text}, {index.text}, {value})", target, index)
-                if not first:
-                    self.binary(combine, limit, limit, target)
-            elif first:
-                self.fill(limit, value)
-            else:
-                self.emit(f"T.tile.{combine}({limit.text}, {limit.text}, {value})", limit, limit)
-            first = False
-
-    def _clamped(self, bound: Bound, op: MaskTile, name: str) -> str:
-        """The end at this core's first row, clamped to where it still matters: floats are exact there."""
-        end: Scalar = bound.at(op.row0) - op.col0
-        from .lowering import text
-
-        half = f" + vid * {self.rows}" if bound.slope else ""
-        low, high = -self.rows - 1, self.cols + 1
-        self.low.local(name, f"T.max(T.min({text(end)}{half}, {high}), {low})")
-        return f'T.cast({name}, "float32")'
-
-    def _vector_of(self, name: str, shape: tuple[int, ...]) -> Operand:
-        return self.whole(self.low.memory.buffer(name, "UB", shape, "float32"))
-
-    def constants(self) -> list[Node]:
-        """Index vectors that masks need, made once per core."""
-        outer, self.low.nodes = self.low.nodes, []
-        for name, count, first in (
-            ("row_index_ub", self.rows, 0),
-            ("column_ub", self.cols, 0),
-            ("column1_ub", self.cols, 1),
-        ):
-            if name not in self.low.memory.buffers:
-                continue
-            index = self.whole(self.low.memory.buffer(f"int{count}_ub", "UB", (count,), "int32"))
-            dst = self.whole(self.low.memory.buffers[name])
-            self.emit(f"T.tile.createvecindex({index.text}, {first})", index)
-            self.emit(f"T.copy({index.text}, {dst.text if len(dst.shape) == 1 else dst.text + '[0, :]'})", dst, index)
-        made, self.low.nodes = self.low.nodes, outer
-        return made
+def _turned(e: Expr) -> Expr:
+    """The operand of an absolute value with the tile on the left of a difference, which saves changing its sign."""
+    if isinstance(e, Arith) and e.op == "-" and _rank(e.a) < _rank(e.b):
+        return Arith("-", e.b, e.a)
+    return e
