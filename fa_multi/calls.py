@@ -68,6 +68,7 @@ class Call:
             joined = CombineSpec(spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse)
             self.combine = backend.prepare(joined, {"sink": inputs["sink"]} if spec.sink else {}, {})
             spec = replace(spec, split=True, return_lse=False)
+            inputs.pop("sink", None)
         self.launch = backend.prepare(spec, inputs, sizes)
 
     def __call__(self, tensors: Tensors, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:

@@ -159,8 +159,9 @@ class _Kernel:
         scalars = ops.TaskScalars(self.program, ())
         scalars.require(lines, [extent], 'T.alloc_var("int32", init={value})')
         count = f"{axis}_count"
-        lines.add(f'{count} = T.alloc_var("int32", init={scalar_text(extent, {})})')
-        lines.add(f'units = T.alloc_var("int32", init={"T.truncdiv(" + count + " + 1, 2)" if self.paired else count})')
+        # Plain names, computed anew where they are used: variables would hold registers through the loop over keys.
+        lines.add(f"{count} = {scalar_text(extent, {})}")
+        lines.add(f"units = {f'T.truncdiv({count} + 1, 2)' if self.paired else count}")
         total = " * ".join(scalar_text(n, {}) for _, n in outer)
         lines.add(f"turns = T.ceildiv(units * {total} - block, blocks)")
         names = [
