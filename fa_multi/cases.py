@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Fields of a case that are arguments of `fa_multi.attention` and of the reference, under the same names.
 OPTIONS = ("causal", "softmax_scale", "layout")
+MORE_OPTIONS = ("window_size", "block_causal", "softcap")  # passed on only where they are set
+SINKS = ("none", "normal", "extreme")
 _DRAWN_AT_ONCE = 1 << 14  # elements; float64 temporaries of this size stay in cache
 
 
@@ -49,10 +52,33 @@ class Case:
     layout: str = "bshd"
     values: str = "normal"
     view: str = "contiguous"
+    window_size: tuple[int, int] = (-1, -1)
+    block_causal: int = 0
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: str = "none"
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `fa_multi.attention` and the reference."""
-        return {name: getattr(self, name) for name in OPTIONS}
+        chosen = {name: getattr(self, name) for name in OPTIONS}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        more = {name: getattr(self, name) for name in MORE_OPTIONS if getattr(self, name) != defaults[name]}
+        return chosen | more
+
+    def extras(self, seed: int = 0) -> dict[str, Any]:
+        """The tensors that are keyword arguments: alibi_slopes and sink, (heads_q,) float32 on the CPU."""
+
+        def draw(name: str) -> torch.Tensor:
+            return torch.from_numpy(normal(key(seed, self.name, name), 0, self.heads_q)).float()
+
+        found = {"alibi_slopes": draw("alibi_slopes").abs()} if self.alibi else {}
+        if self.sink != "none":
+            sink = draw("sink")
+            if self.sink == "extreme":  # far above, far below, all, none
+                for head, value in zip(range(self.heads_q), (40.0, -40.0, math.inf, -math.inf)):
+                    sink[head] = value
+            found["sink"] = sink
+        return found
 
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes of q, k and v as (batch, seq, heads, dim), whatever the layout."""
@@ -89,6 +115,9 @@ class Case:
         words += ["causal"] if self.causal else []
         words += [] if self.heads_k == self.heads_q else ["mqa" if self.heads_k == 1 else "gqa"]
         words += ["scale"] if self.softmax_scale is not None else []
+        words += ["window"] if tuple(self.window_size) != (-1, -1) else []
+        words += [name for name in ("block_causal", "softcap", "alibi") if getattr(self, name)]
+        words += ["sink"] if self.sink != "none" else []
         words += ["decode"] if self.seqlen_q == 1 else []
         words += ["empty_rows"] if self.causal and self.seqlen_q > self.seqlen_k else []
         words += [x for x in (self.layout, self.values, self.view) if x not in ("bshd", "normal", "contiguous")]
@@ -130,12 +159,25 @@ class Case:
             "values": VALUES,
             "view": VIEWS,
             "layout": ("bshd", "bhsd"),
+            "sink": SINKS,
         }
         for field, accepted in choices.items():
             if getattr(self, field) not in accepted:
                 refuse(field, f"one of {', '.join(accepted)}")
-        if type(self.causal) is not bool:
-            refuse("causal", "true or false")
+        for field in ("causal", "alibi"):
+            if type(getattr(self, field)) is not bool:
+                refuse(field, "true or false")
+        window = self.window_size
+        if (
+            not isinstance(window, (tuple, list))
+            or len(window) != 2
+            or any(type(w) is not int or w < -1 for w in window)
+        ):
+            refuse("window_size", "two integers >= -1")
+        if type(self.block_causal) is not int or self.block_causal < 0:
+            refuse("block_causal", "an integer >= 0")
+        if type(self.softcap) not in (int, float) or self.softcap < 0:
+            refuse("softcap", "a number >= 0")
         if self.softmax_scale is not None and type(self.softmax_scale) not in (int, float):
             refuse("softmax_scale", "a number")
         if self.heads_q != self.heads_k and (self.heads_k == 0 or self.heads_q % self.heads_k):
@@ -146,7 +188,7 @@ class Case:
 
 def golden(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The fp64 result of a case: (out in the case's layout, lse (batch, heads, seqlen_q))."""
-    return reference.attention(q, k, v, **case.kwargs())
+    return reference.attention(q, k, v, **case.kwargs(), **case.extras())
 
 
 # ------------------------------------------------------------------------------------------------ values and views
@@ -296,6 +338,21 @@ CASES: tuple[Case, ...] = (
     Case("d40", head_dim=40, seqlen_q=66, seqlen_k=130),
     Case("d8", head_dim=8, seqlen_q=66, seqlen_k=130, causal=True),
     Case("d200", head_dim=200, head_dim_v=104, seqlen_q=33, seqlen_k=65),
+    # masks and scores
+    Case("window", window_size=(20, 7), seqlen_q=140, seqlen_k=170),
+    Case("window_causal", window_size=(30, -1), causal=True, seqlen_q=60, seqlen_k=300),
+    Case("window_one_query", window_size=(9, 0), causal=True, seqlen_q=1, seqlen_k=200, heads_q=8),
+    Case("window_empty_rows", window_size=(3, 3), seqlen_q=200, seqlen_k=50),
+    Case("window_future", window_size=(-1, 5), seqlen_q=40, seqlen_k=40),
+    Case("block_causal", block_causal=48, seqlen_q=130, seqlen_k=150),
+    Case("block_causal_window", block_causal=5, window_size=(40, -1), seqlen_q=33, seqlen_k=60),
+    Case("softcap", softcap=5.0, causal=True, seqlen_q=40, seqlen_k=140),
+    Case("alibi", alibi=True, causal=True, heads_q=4, seqlen_q=40, seqlen_k=140),
+    Case("sink", sink="normal", causal=True, heads_q=4, seqlen_q=50, seqlen_k=40),
+    Case("sink_extreme", sink="extreme", heads_q=4, seqlen_q=20, seqlen_k=140, dtype="fp16"),
+    Case(
+        "everything", alibi=True, sink="normal", softcap=20.0, window_size=(60, -1), causal=True, heads_q=4, seqlen_q=9
+    ),
     # values
     Case("large", values="large", seqlen_q=40, seqlen_k=200, causal=True),
     Case("large_fp16", values="large", seqlen_q=40, seqlen_k=200, dtype="fp16"),

@@ -23,7 +23,7 @@ def lowered_case(case: Case, device: str, arch: str | None = None, return_lse: b
     q, k, v = (torch.empty(shape, dtype=DTYPES[case.dtype], device="meta") for shape in case.shapes().values())
     if case.layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return lower(q, k, v, device=device, arch=arch, return_lse=return_lse, **case.kwargs())
+    return lower(q, k, v, device=device, arch=arch, return_lse=return_lse, **case.kwargs(), **case.extras())
 
 
 def lowered_stage(

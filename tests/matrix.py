@@ -16,5 +16,5 @@ def verdicts(
 ) -> tuple[Verdict, Verdict]:
     """The tolerance rule applied to out and lse."""
     out64, lse64 = golden(case, q, k, v)
-    low_out, low_lse = reference.attention(q, k, v, dtype=q.dtype, **case.kwargs())
+    low_out, low_lse = reference.attention(q, k, v, dtype=q.dtype, **case.kwargs(), **case.extras())
     return judge(out, out64, low_out), judge(lse, lse64, low_lse)

@@ -24,21 +24,22 @@ TUNED = ("cuda",)  # return_lse may pick other tiles, so out may be rounded diff
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_case(case: Case, lane: str) -> None:
     q, k, v = case.inputs()
-    reason = fa_multi.supports(q, k, v, device=lane, return_lse=True, **case.kwargs())
+    options = {**case.kwargs(), **case.extras()}
+    reason = fa_multi.supports(q, k, v, device=lane, return_lse=True, **options)
     if reason is not None:
         assert reason == EXPECTED_REFUSALS[lane](case), f"{lane} refuses {case.name}: {reason}"
         with pytest.raises((ValueError, TypeError)):
-            fa_multi.attention(q, k, v, device=lane, return_lse=True, **case.kwargs())
+            fa_multi.attention(q, k, v, device=lane, return_lse=True, **options)
         return
     assert EXPECTED_REFUSALS[lane](case) is None, f"{lane} should refuse {case.name}"
-    out, lse = fa_multi.attention(q, k, v, device=lane, return_lse=True, **case.kwargs())
+    out, lse = fa_multi.attention(q, k, v, device=lane, return_lse=True, **options)
     assert out.shape == (*q.shape[:3], v.shape[3])
     assert out.dtype == DTYPES[case.dtype]
     assert out.is_contiguous()
     for name, verdict in zip(("out", "lse"), verdicts(case, q, k, v, out, lse)):
         assert verdict.ok, f"{name}: {verdict}"
     if lane not in SLOW_TO_COMPILE or case.name in ("causal", "d32"):
-        alone = fa_multi.attention(q, k, v, device=lane, **case.kwargs())
+        alone = fa_multi.attention(q, k, v, device=lane, **options)
         if lane in TUNED:
             assert verdicts(case, q, k, v, alone, lse)[0].ok
         else:

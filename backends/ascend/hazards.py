@@ -247,7 +247,7 @@ class _Clocks:
         self.issued: dict[str, int] = {}
         self.known: dict[str, dict[str, int]] = {}
         self.raised: dict[tuple[str, str, int], dict[str, int]] = {}
-        self.history: list[tuple[Access, int, str]] = []
+        self.history: dict[tuple[str, bool, str, int], tuple[Access, int, str]] = {}
 
     def run(self, path: Iterator[Node]) -> None:
         for step, node in enumerate(path):
@@ -288,10 +288,11 @@ class _Clocks:
         for pipe in dict.fromkeys(a.pipe for a in instr.accesses):
             self.issued[pipe] = self.issued.get(pipe, 0) + 1
         for access in instr.accesses:
-            for earlier, number, text in self.history:
-                if earlier.pipe == access.pipe == IN_ORDER:
+            known = self.known.get(access.pipe, {})
+            for earlier, number, text in self.history.values():
+                if known.get(earlier.pipe, 0) >= number or earlier.pipe == access.pipe == IN_ORDER:
                     continue
-                if earlier.conflicts(access) and self.known.get(access.pipe, {}).get(earlier.pipe, 0) < number:
+                if earlier.conflicts(access):
                     raise HazardError(
                         f"nothing orders `{text}` ({earlier.pipe}) before `{instr.text}` ({access.pipe}): "
                         f"both touch {earlier.buffer.memory} of {earlier.buffer.name}"
@@ -301,5 +302,6 @@ class _Clocks:
 
     def _remember(self, access: Access, number: int, text: str) -> None:
         """The newest access of each kind is enough: a pipe's clock that covers it covers the older ones."""
-        self.history = [(a, n, t) for a, n, t in self.history if a != access]
-        self.history.append((access, number, text))
+        key = access.pipe, access.write, access.buffer.name, access.buffer.offset
+        self.history.pop(key, None)  # the newest goes last, where errors look for it last
+        self.history[key] = access, number, text

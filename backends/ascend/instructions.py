@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Union
@@ -22,7 +23,7 @@ class Buffer:
     dtype: str
     offset: int
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         size = DTYPE_BYTES[self.dtype]
         for n in self.shape:

@@ -46,7 +46,7 @@ class Problem:
     def of(cls, case: Case, seed: int) -> Problem:
         """A case with its inputs drawn."""
         q, k, v = case.inputs(seed)
-        return cls(case.name, {"q": q, "k": k, "v": v}, case.kwargs(), case)
+        return cls(case.name, {"q": q, "k": k, "v": v, **case.extras(seed)}, case.kwargs(), case)
 
     # ------------------------------------------------------------------------------------------------ the call
 
