@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
+# Two processes: compiling kernels for the simulator is most of the time, and each process has a compiler of its own.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 # The NVIDIA and the Ascend DSL share an import name. This environment takes NVIDIA's (x86-64 wheels only need nvcc to
 # compile, no GPU); the Ascend compiler lives in the cache directory, see `fa-multi sim setup`.
 comma := ,
@@ -18,7 +20,7 @@ demo: env  ## attention inside MiniLM on every lane of this machine, against fp6
 
 test: env  ## every test this machine can run
 	@$(VENV)/bin/fa-multi sim setup
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 lint: env  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
