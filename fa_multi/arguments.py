@@ -213,5 +213,7 @@ def check_buffer(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, 
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
+    if name == "lse" and not x.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got strides {x.stride()}")
     if x.numel() and x.stride(-1) != 1:
         raise ValueError(f"{name} must have a unit last stride, got strides {x.stride()}")

@@ -156,7 +156,7 @@ def paged(
         return _packed_request(spec, q, k, v, lengths, batch, rows, keys_packed=False)
 
     def arrange(tensors: Tensors) -> list[torch.Tensor]:
-        return [*(unit_last(x) for x in tensors[:3]), *(unit_last(x) for x in tensors[3:])]
+        return [*(unit_last(x) for x in tensors[:3]), *(x.contiguous() for x in tensors[3:])]
 
     names = ("q", "k", "v", *(n for n, x in lengths.named().items() if x is not None), *_number_names(spec))
     return Request(
@@ -187,7 +187,7 @@ def _packed_request(
     def arrange(tensors: Tensors) -> list[torch.Tensor]:
         q, k, v = (unit_last(x) for x in tensors[:3])
         keys = [k.unsqueeze(0), v.unsqueeze(0)] if keys_packed else [k, v]
-        return [q.unsqueeze(0), *keys, *(unit_last(x) for x in tensors[3:])]
+        return [q.unsqueeze(0), *keys, *(x.contiguous() for x in tensors[3:])]
 
     names = ("q", "k", "v", *(n for n, x in lengths.named().items() if x is not None), *_number_names(spec))
     return Request(
@@ -223,7 +223,7 @@ def _with_numbers(
         return arrange
 
     def both(tensors: Tensors) -> list[torch.Tensor]:
-        numbers = [x.float() for x in tensors[count:]]
+        numbers = [x.float().contiguous() for x in tensors[count:]]
         if spec.alibi:
             numbers[0] = numbers[0].expand(batch, numbers[0].shape[-1]).contiguous()
         return [*arrange(tensors[:count]), *numbers]

@@ -56,6 +56,27 @@ def test_is_captured_in_a_graph() -> None:
     assert torch.equal(want, got)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_graph_replays_with_other_lengths(splits: int) -> None:
+    q, k, v = draw(3, 1, 8, 64), draw(40, 16, 2, 64), draw(40, 16, 2, 64)
+    table = torch.randperm(40, device=DEVICE)[:36].view(3, 12)[:, :10].int()
+    used = torch.tensor([5, 160, 90], dtype=torch.int32, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        return fa_multi.attention_paged(q, k, v, block_table=table, cache_seqlens=used, num_splits=splits)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for lengths in ([5, 160, 90], [0, 1, 160], [77, 16, 33]):
+        used.copy_(torch.tensor(lengths))
+        q.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, step())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [40, 128])
 def test_layouts_without_a_copy(d: int, causal: bool) -> None:

@@ -101,6 +101,16 @@ BAD = {
     ),
     "out shape": ({"out": torch.zeros(1).bfloat16()}, ValueError, r"out must have shape \(2, 40, 4, 32\), got \(1,\)"),
     "out dtype": ({"out": torch.zeros(2, 40, 4, 32)}, TypeError, "out must be torch.bfloat16, got torch.float32"),
+    "out stride": (
+        {"out": torch.zeros(2, 40, 4, 64).bfloat16()[..., ::2]},
+        ValueError,
+        "out must have a unit last stride",
+    ),
+    "lse stride": (
+        {"return_lse": True, "lse": torch.zeros(2, 40, 4).transpose(1, 2)},
+        ValueError,
+        "lse must be contiguous, got strides",
+    ),
     "lse alone": ({"lse": torch.zeros(2, 4, 40)}, ValueError, "lse is given, but return_lse is False"),
 }
 
@@ -241,6 +251,15 @@ def test_unused_pages_and_table_entries_may_hold_anything() -> None:
     k[~used] = math.nan
     v[~used] = math.inf
     assert torch.equal(out, fa_multi.attention_paged(q, k, v, **keywords))
+
+
+def test_tables_and_lengths_may_be_slices() -> None:
+    q, k, v, keywords = paged()
+    expected = fa_multi.attention_paged(q, k, v, **keywords)
+    table = torch.cat([keywords["block_table"]] * 2, 1)[:, : keywords["block_table"].shape[1]]
+    used = torch.stack([keywords["cache_seqlens"]] * 2, 1)[:, 0]
+    assert not table.is_contiguous()
+    assert torch.equal(expected, fa_multi.attention_paged(q, k, v, block_table=table, cache_seqlens=used))
 
 
 @pytest.mark.parametrize("sq", [1, 3, 40])
