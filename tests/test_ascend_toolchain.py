@@ -17,6 +17,7 @@ for line in sys.stdin:
     source = json.loads(line)["source"]
     if source == "crash": sys.stderr.write("a last word\\n"); sys.stderr.flush(); os.kill(os.getpid(), signal.SIGSEGV)
     if source == "hang": time.sleep(60)
+    if source == "environment": source = " ".join(sorted(os.environ))
     refusal = {"error": "TypeError: no\\nmore\\nlast line", "trace": "where"}
     print(json.dumps(refusal if source == "refuse" else {"ok": "// " + source}), flush=True)
 """
@@ -42,6 +43,15 @@ def test_same_text_is_lowered_once(fake: Worker) -> None:
     fake.stop()
     assert compiler.lower("a") == "// a"
     assert fake.starts == 1, "a cache hit started the compiler"
+
+
+def test_the_other_dsls_variables_do_not_reach_the_compiler(fake: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing NVIDIA's TileLang sets them, and the Ascend compiler then loaded the wrong libraries and died."""
+    for name in ("TVM_LIBRARY_PATH", "TL_TEMPLATE_PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, "/elsewhere")
+    seen = compiler.lower("environment").split()
+    assert "PATH" in seen
+    assert not {"TVM_LIBRARY_PATH", "TL_TEMPLATE_PATH", "PYTHONPATH", "LD_LIBRARY_PATH"} & set(seen)
 
 
 @pytest.mark.parametrize("change", [{"target": "ascendc"}, {"platform": "A3"}, {"pass_configs": {"x": True}}])

@@ -31,6 +31,9 @@ PASS_CONFIGS = {
 }
 START_TIMEOUT = 300.0  # seconds; the import alone takes 10-20 s under emulation
 LOWER_TIMEOUT = 180.0  # seconds for one kernel
+# Of this process's environment, the compiler sees only these: NVIDIA's TileLang, once imported, points variables of the
+# same names (TVM_LIBRARY_PATH, PYTHONPATH, TL_TEMPLATE_PATH) at its own libraries.
+PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 
 
 class CompilerError(ToolchainError):
@@ -125,7 +128,7 @@ class Worker:
     def _start(self) -> None:
         self.stop()
         command, extra = toolchain.worker_command()
-        env = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME")}
+        env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         self._answers, self._log = queue.Queue(), collections.deque(maxlen=60)
         self._process = subprocess.Popen(
             command,
