@@ -21,8 +21,8 @@ Signal = tuple[str, str]  # channel tile, "ready" or "free"
 
 
 class RoleError(Exception):
-    """The roles are not safe. `kind`: "deadlock", "overwrite", "unready", "stale", "unbalanced", "outstanding",
-    "flags" or "memory"."""
+    """The roles are not safe. `kind`: "deadlock", "overwrite", "unready", "stale", "unbalanced", "outstanding"
+    or "flags"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
