@@ -75,7 +75,10 @@ def run_lane(lane: Lane, sentences: tuple[str, ...], tokenizer: Any, expected: l
     model = AutoModel.from_pretrained(get_model_path(), attn_implementation=f"demo-{lane.name}").eval()
     cosines = []
     for number, sentence in enumerate(sentences):
-        print(f"  {lane.name}: sentence {number + 1} of {len(sentences)} ...", end="\r", flush=True, file=sys.stderr)
+        if sys.stderr.isatty():
+            print(
+                f"  {lane.name}: sentence {number + 1} of {len(sentences)} ...", end="\r", flush=True, file=sys.stderr
+            )
         cosines.append(float(embed(model, tokenizer, sentence) @ expected[number]))
     failed = [v for v in lane.verdicts if not v.ok]
     ok = not failed and min(cosines) >= COSINE_LIMIT
