@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_multi
+from fa_multi.cache import write_atomic
 
 Run = Callable[[], Any]
 
@@ -183,7 +184,7 @@ def main() -> int:
     print(f"host time of one call: {host} us")
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
         print(f"wrote {args.output}")
     return 0
 

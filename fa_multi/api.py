@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -87,13 +88,12 @@ def attention(
     options = (causal, softmax_scale, layout, return_lse, device, window_size, block_causal, softcap)
     key = call_key((q, k, v, alibi_slopes, sink), options)
     tensors = [q, k, v] if alibi_slopes is None and sink is None else _given(q, k, v, alibi_slopes, sink)
-    call = find(key)
-    if call is None:
+
+    def request() -> Request:
         common = Options(causal, softmax_scale, return_lse, window_size, block_causal, softcap, alibi_slopes, sink)
-        call = remember(key, _prepare(requests.dense(q, k, v, layout, common), device, tensors))
-    if out is not None or lse is not None:
-        _check_buffers(call, out, lse)
-    return call(tensors, out, lse)
+        return requests.dense(q, k, v, layout, common)
+
+    return _run(key, request, device, tensors, out, lse)
 
 
 def attention_varlen(
@@ -146,13 +146,12 @@ def attention_varlen(
         ("varlen", max_seqlen_q, max_seqlen_k, device, *common.values()),
     )
     tensors = [q, k, v, *lengths.tensors(), *common.numbers()]
-    call = find(key)
-    if call is None:
+
+    def request() -> Request:
         check.check_count("max_seqlen_k", max_seqlen_k, 0)
-        call = remember(key, _prepare(requests.varlen(q, k, v, lengths, max_seqlen_q, common), device, tensors))
-    if out is not None or lse is not None:
-        _check_buffers(call, out, lse)
-    return call(tensors, out, lse)
+        return requests.varlen(q, k, v, lengths, max_seqlen_q, common)
+
+    return _run(key, request, device, tensors, out, lse)
 
 
 def attention_paged(
@@ -211,14 +210,12 @@ def attention_paged(
         ("paged", max_seqlen_q, num_splits, fixed_split_size, device, *common.values()),
     )
     tensors = [q, k_cache, v_cache, *lengths.tensors(), *common.numbers()]
-    call = find(key)
-    if call is None:
-        request = requests.paged(q, k_cache, v_cache, lengths, max_seqlen_q, common)
-        request = _with_splits(request, q, k_cache, lengths, num_splits, fixed_split_size, device)
-        call = remember(key, _prepare(request, device, tensors))
-    if out is not None or lse is not None:
-        _check_buffers(call, out, lse)
-    return call(tensors, out, lse)
+
+    def request() -> Request:
+        whole = requests.paged(q, k_cache, v_cache, lengths, max_seqlen_q, common)
+        return _with_splits(whole, q, k_cache, lengths, num_splits, fixed_split_size, device)
+
+    return _run(key, request, device, tensors, out, lse)
 
 
 def merge_states(
@@ -350,6 +347,23 @@ def _spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, An
 
 
 _SPLIT_OPTIONS = ("num_splits", "fixed_split_size")
+
+
+def _run(
+    key: tuple[Any, ...] | None,
+    request: Callable[[], Request],
+    device: Device,
+    tensors: list[torch.Tensor],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Result:
+    """The call of a key, prepared from `request` the first time."""
+    call = find(key)
+    if call is None:
+        call = remember(key, _prepare(request(), device, tensors))
+    if out is not None or lse is not None:
+        _check_buffers(call, out, lse)
+    return call(tensors, out, lse)
 
 
 def _prepare(request: Request, device: Device, tensors: list[torch.Tensor]) -> Call:

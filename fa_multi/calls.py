@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 class Request:
     """A call's meaning, free of its values.
 
-    names: of the input tensors, in the order of the program's. shapes, dtypes: of the inputs as the user gave them.
+    names: of the input tensors, in the order of the program's.
     arrange: user tensors to the program's views, without a copy. arrange_out: out or lse, likewise.
     out_shape, lse_shape: as the user sees them. sizes: run-time sizes that no tensor's shape gives.
     splits: tasks that share the keys of a row; more than 1 makes partial results and joins them.

@@ -142,7 +142,7 @@ class _Run:
             for op in program.body:
                 for step, trip, of in _unroll(op, task, trips):
                     yield from self.step(program.role, step, trip, of, private, flying, rings)
-            yield from self.complete(program.role, 0, flying)
+            self.complete(program.role, 0, flying)
             for c in self.channels.values():
                 if c.per_trip and program.role in (c.producer, c.consumer):
                     key = (program.role, c.tile.name)
@@ -171,7 +171,7 @@ class _Run:
         elif isinstance(step, Recv):
             self.read(role, step.channel, trip)
         elif isinstance(step, WaitMma):
-            yield from self.complete(role, step.pending, flying)
+            self.complete(role, step.pending, flying)
         else:
             asynchronous = isinstance(step, Mma) and self.asynchronous(role)
             for tile in () if asynchronous else step.reads:
@@ -185,12 +185,11 @@ class _Run:
     def asynchronous(self, role: str) -> bool:
         return any(isinstance(op, OverlappedLoop) for op in self.programs[role].body)
 
-    def complete(self, role: str, pending: int, flying: list[tuple[Mma, int]]) -> Generator[Signal, None, None]:
+    def complete(self, role: str, pending: int, flying: list[tuple[Mma, int]]) -> None:
         while len(flying) > pending:
             mma, trip = flying.pop(0)
             for tile in mma.reads:
                 self.touch(role, tile, trip, "read")
-        yield from ()
 
     def touch(self, role: str, tile: Tile, trip: int, kind: str) -> None:
         c = self.channels.get(tile)

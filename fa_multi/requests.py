@@ -72,7 +72,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, option
 
     return Request(
         spec,
-        ("q", "k", "v", *_number_names(spec)),
+        _names(spec, Lengths()),
         _with_numbers(arrange, spec, 3, q.shape[0]),
         (lambda x: x.transpose(1, 2) if x.dim() == 4 else x) if bhsd else as_it_is,
         (*q.shape[:3], v.shape[3]),
@@ -158,10 +158,9 @@ def paged(
     def arrange(tensors: Tensors) -> list[torch.Tensor]:
         return [*(unit_last(x) for x in tensors[:3]), *(x.contiguous() for x in tensors[3:])]
 
-    names = ("q", "k", "v", *(n for n, x in lengths.named().items() if x is not None), *_number_names(spec))
     return Request(
         spec,
-        names,
+        _names(spec, lengths),
         _with_numbers(arrange, spec, 3 + len(lengths.tensors()), batch),
         as_it_is,
         (*q.shape[:3], v.shape[3]),
@@ -189,10 +188,9 @@ def _packed_request(
         keys = [k.unsqueeze(0), v.unsqueeze(0)] if keys_packed else [k, v]
         return [q.unsqueeze(0), *keys, *(x.contiguous() for x in tensors[3:])]
 
-    names = ("q", "k", "v", *(n for n, x in lengths.named().items() if x is not None), *_number_names(spec))
     return Request(
         spec,
-        names,
+        _names(spec, lengths),
         _with_numbers(arrange, spec, 3 + len(lengths.tensors()), batch),
         lambda x: x.unsqueeze(0),
         (q.shape[0], q.shape[1], v.shape[-1]),
@@ -211,8 +209,11 @@ def _batch_of(cu_seqlens_q: Any, q: torch.Tensor) -> int:
     return len(cu_seqlens_q) - 1
 
 
-def _number_names(spec: AttentionSpec) -> tuple[str, ...]:
-    return (("alibi_slopes",) if spec.alibi else ()) + (("sink",) if spec.sink else ())
+def _names(spec: AttentionSpec, lengths: Lengths) -> tuple[str, ...]:
+    """The input tensors of a request, in the order of the program's."""
+    given = (name for name, x in lengths.named().items() if x is not None)
+    numbers = (("alibi_slopes",) if spec.alibi else ()) + (("sink",) if spec.sink else ())
+    return ("q", "k", "v", *given, *numbers)
 
 
 def _with_numbers(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
+from fa_multi.cache import cache_root
 
 COMPILER_VERSION = "0.1.4"  # tilelang-ascend; the forms that emit.py prints were tried with this one
 CLANG_MIN = 17  # older ones reject a static_assert(false) in the simulator headers
@@ -69,7 +69,7 @@ class ToolchainStatus:
 
 def cache_dir() -> Path:
     """The folder that holds everything this backend may delete and make again (FA_MULTI_CACHE overrides it)."""
-    return Path(os.environ.get("FA_MULTI_CACHE") or platformdirs.user_cache_dir("fa_multi")) / "ascend"
+    return cache_root() / "ascend"
 
 
 def is_native() -> bool:

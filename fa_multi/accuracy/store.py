@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from ..cache import durable, sync_folder, write_atomic
 
 FORMAT = 1
 HEADER = "capture.json"
@@ -35,31 +35,6 @@ class CaptureError(ValueError):
 
 
 # ------------------------------------------------------------------------------------------- safetensors, streamed
-
-
-@contextlib.contextmanager
-def durable(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets its name when it is complete and on disk; on an error nothing is left."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _head(entries: Mapping[str, tuple[str, list[int], int]], metadata: Mapping[str, str]) -> bytes:
@@ -158,8 +133,7 @@ class Writer:
         if resume and (self.parts.exists() or target.exists()):
             self._resume()
         self.parts.mkdir(exist_ok=True)
-        with durable(self.parts / HEADER) as f:
-            f.write(json.dumps(self.header, indent=1).encode())
+        write_atomic(self.parts / HEADER, json.dumps(self.header, indent=1))
 
     def _resume(self) -> None:
         source = self.parts if self.parts.exists() else self.target
@@ -196,7 +170,7 @@ class Writer:
         if self.target.exists():
             self.target.rename(old)
         self.parts.rename(self.target)
-        _sync_folder(self.target.parent)
+        sync_folder(self.target.parent)
         shutil.rmtree(old, ignore_errors=True)
         return self.target
 
