@@ -9,23 +9,18 @@ TFLOPS belong to the GPU named. Needs the fa3_fwd package for the FA3 column (le
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Run, meta, ratios, relative_error, time_all, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_multi
-from fa_multi.cache import write_atomic
-
-Run = Callable[[], Any]
 
 SEQUENCES = ((8, 2048), (4, 4096), (1, 16384))  # (batch, length)
 HEADS = {128: 16, 64: 32, 256: 8}  # by head dim: 2048 columns in all
@@ -61,33 +56,11 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, runs
     worst = 0.0
     for name, run in runs.items():
         result = run()
-        got = (result[0] if isinstance(result, tuple) else result)[-1, -rows:, -1].double()
-        error = float((got - want).norm() / want.norm())
+        error = relative_error((result[0] if isinstance(result, tuple) else result)[-1, -rows:, -1], want)
         if not error < 5e-3:
             raise SystemExit(f"{name} is wrong: relative L2 error {error:.1e}")
         worst = max(worst, error)
     return worst
-
-
-def time_all(runs: dict[str, Run], rounds: int, milliseconds: float) -> dict[str, float]:
-    """Median milliseconds of each, in alternating order, each measurement over at least `milliseconds` of work."""
-    repeats = {name: max(3, math.ceil(milliseconds / max(_time(run, 2), 1e-2))) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for n in range(rounds):
-        for name in list(runs) if n % 2 == 0 else reversed(runs):
-            times[name].append(_time(runs[name], repeats[name]))
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def _time(run: Run, repeats: int) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run()
-    start.record()
-    for _ in range(repeats):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / repeats
 
 
 def host_microseconds() -> float:
@@ -103,30 +76,6 @@ def host_microseconds() -> float:
         samples.append((time.perf_counter() - begin) / 200 * 1e6)
         torch.cuda.synchronize()
     return statistics.median(samples)
-
-
-def meta() -> dict[str, Any]:
-    """What the numbers were measured on and with."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "versions": {name: _version(name) for name in ("tilelang", "fa3_fwd")},
-        "flops": "4 batch heads seq^2 dim, halved when causal",
-    }
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def measure(shape: tuple[int, int, int, int, bool], rounds: int, milliseconds: float) -> dict[str, Any]:
@@ -145,15 +94,6 @@ def measure(shape: tuple[int, int, int, int, bool], rounds: int, milliseconds: f
         "milliseconds": {name: round(t, 4) for name, t in times.items()},
         "rel_l2": float(f"{error:.1e}"),
     }
-
-
-def summary(rows: list[dict[str, Any]], against: str) -> str:
-    """Geometric mean and smallest ratio to a peer."""
-    ratios = [r["tflops"]["fa_multi"] / r["tflops"][against] for r in rows if against in r["tflops"]]
-    if not ratios:
-        return f"{against}: not here"
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    return f"fa_multi / {against}: geometric mean {mean:.3f}, smallest {min(ratios):.3f}, of {len(ratios)} shapes"
 
 
 def main() -> int:
@@ -178,14 +118,12 @@ def main() -> int:
         name = ",".join(map(str, row["shape"]))
         columns = f"{t['fa_multi']:9.0f} {t.get('fa3', math.nan):7.0f} {t['cudnn']:7.0f}"
         print(f"{name:>18} {'causal' if row['causal'] else 'full':6} {columns}          {ratio}", flush=True)
-    result = {"meta": meta() | {"host_microseconds": host}, "rows": rows}
     for peer in ("fa3", "cudnn"):
-        print(summary(rows, peer))
+        print(ratios(rows, "tflops", peer))
     print(f"host time of one call: {host} us")
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
-        print(f"wrote {args.output}")
+        about = {"flops": "4 batch heads seq^2 dim, halved when causal", "host_microseconds": host}
+        write(args.output, meta() | about, rows)
     return 0
 
 

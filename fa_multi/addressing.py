@@ -24,7 +24,7 @@ Lets = tuple[tuple[Var, Scalar], ...]
 @dataclass(frozen=True)
 class Layout:
     """The geometry of one spec. len_q, len_k: lengths of the task's batch entry. group: heads that share a tile's rows,
-    or None. axes, lets: as in `Program`, without the key tiles."""
+    or None. axes, lets, ragged: as in `Program`, without the key tiles."""
 
     spec: AttentionSpec
     block_m: int
@@ -33,6 +33,7 @@ class Layout:
     len_q: Scalar
     len_k: Scalar
     group: Scalar | None
+    ragged: tuple[Var, Scalar] | None
 
     def rows(self, tensor: Tensor) -> Access:
         """The task's block of query rows, in q, out or lse."""
@@ -82,9 +83,9 @@ def layout(spec: AttentionSpec, block_m: int) -> Layout:
     heads = HEADS_K if a.pack_group else HEADS_Q
     blocks = extent if group is None else extent * (HEADS_Q // HEADS_K)
     axes = [(B, BATCH), (H, heads), (BLOCK, ceildiv(blocks, block_m))]
-    return Layout(
-        spec, block_m, tuple(axes + ([(SPLIT, SPLITS)] if spec.split else [])), tuple(lets), len_q, len_k, group
-    )
+    axes += [(SPLIT, SPLITS)] if spec.split else []
+    ragged = (BLOCK, ceildiv(count, block_m)) if a.queries == "packed" else None
+    return Layout(spec, block_m, tuple(axes), tuple(lets), len_q, len_k, group, ragged)
 
 
 def _key_length(spec: AttentionSpec) -> tuple[Scalar, list[tuple[Var, Scalar]]]:

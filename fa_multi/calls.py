@@ -10,6 +10,7 @@ from typing import Any, Union
 
 import torch
 
+from . import workspace
 from .backends import Backend, Launch
 from .programs import CombineSpec
 from .spec import AttentionSpec
@@ -28,7 +29,6 @@ class Request:
     arrange: user tensors to the program's views, without a copy. arrange_out: out or lse, likewise.
     out_shape, lse_shape: as the user sees them. sizes: run-time sizes that no tensor's shape gives.
     splits: tasks that share the keys of a row; more than 1 makes partial results and joins them.
-    fill: rows may exist that no task covers; they get 0 and -inf.
     """
 
     spec: AttentionSpec
@@ -40,7 +40,6 @@ class Request:
     empty: bool
     sizes: Mapping[str, int] = field(default_factory=dict)
     splits: int = 1
-    fill: bool = False
 
 
 class Call:
@@ -82,9 +81,9 @@ class Call:
                 out = torch.empty(request.out_shape, dtype=self.dtype, device=self.target)
         if self.return_lse and lse is None:
             lse = torch.empty(request.lse_shape, dtype=torch.float32, device=self.target)
-        if request.fill or self.launch is None:
-            self._fill(tensors, out, lse)
-        if self.launch is not None:
+        if self.launch is None:
+            self._no_keys(tensors, out, lse)
+        else:
             if self.as_given and self.combine is None:
                 self.launch(*tensors, out) if lse is None else self.launch(*tensors, out, lse)
             else:
@@ -103,20 +102,21 @@ class Call:
         """Partial results in fp32, then their combination, which alone knows the sink."""
         assert self.launch is not None
         assert self.combine is not None
-        out, splits = results[0], self.request.splits
-        partial = torch.empty((splits, *out.shape), dtype=torch.float32, device=self.target)
-        batch, rows, heads, _ = out.shape
-        partial_lse = torch.empty((splits, batch, heads, rows), dtype=torch.float32, device=self.target)
+        splits, (batch, rows, heads, dim) = self.request.splits, results[0].shape
+        count = splits * batch * rows * heads
+        room = workspace.partials(count * (dim + 1), self.target)
+        partial = room[: count * dim].view(splits, batch, rows, heads, dim)
+        partial_lse = room[count * dim : count * (dim + 1)].view(splits, batch, heads, rows)
         sink = [inputs.pop()] if self.request.spec.sink else []
         self.launch(*inputs, partial, partial_lse)
         self.combine(partial, partial_lse, *sink, *results)
 
-    def _fill(self, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def _no_keys(self, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         out.zero_()
         if lse is None:
             return
         lse.fill_(-math.inf)
-        if self.request.spec.sink and self.launch is None:  # no keys at all: the sink is all there is
+        if self.request.spec.sink:  # all there is
             sink = dict(zip(self.request.names, tensors))["sink"].float()
             self.request.arrange_out(lse).copy_(sink[None, :, None].expand_as(self.request.arrange_out(lse)))
 

@@ -6,11 +6,11 @@ algorithm 2, arXiv 2407.08608). The order and every wait are derived from what t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .roles import Block, Release, RoleProgram, StagedLoop, Step, format_steps, spans
 from .scalars import Scalar, Var
-from .tiles import Mma, Op, Phase, Tile
+from .tiles import Map, Mma, Number, Op, Phase, Tile
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,29 @@ class OverlappedLoop(Block):
         ]
 
 
-def overlap(role: RoleProgram) -> RoleProgram:
-    """`role` with its staged loop (lags 0 and 1) turned into an `OverlappedLoop`; private tiles need no ring then."""
+def overlap(role: RoleProgram, late_rescale: bool = False) -> RoleProgram:
+    """`role` with its staged loop (lags 0 and 1) turned into an `OverlappedLoop`; private tiles need no ring then.
+    `late_rescale`: what the output half does in front of its product goes to the end of the trip before."""
     body = tuple(_overlap_loop(op) if isinstance(op, StagedLoop) else op for op in role.body)
+    if late_rescale:
+        zero = frozenset(op.dst for op in body if isinstance(op, Map) and op.value == Number(0.0))
+        body = tuple(_rescale_late(op, zero) if isinstance(op, OverlappedLoop) else op for op in body)
     return RoleProgram(role.role, body, ())
+
+
+def _rescale_late(loop: OverlappedLoop, zero: frozenset[Tile]) -> OverlappedLoop:
+    """Move what the output half does in front of its product (rescaling the accumulator) to the end of the trip before:
+    the product that last wrote the accumulator is done there, and nothing delays the output product any more. At the
+    start there is nothing to rescale in tiles that are `zero`."""
+    late = [t.step for t in loop.steady if t.ahead == 0]
+    moved = [op for op in late[: next(i for i, op in enumerate(late) if isinstance(op, Mma))] if isinstance(op, Map)]
+    steady = [t for t in loop.steady if not (t.ahead == 0 and t.step in moved)]
+    return replace(
+        loop,
+        prologue=(*loop.prologue, *(op for op in moved if op.dst not in zero)),
+        steady=(*steady, *(Timed(op, 1) for op in moved)),
+        epilogue=tuple(op for op in loop.epilogue if op not in moved),
+    )
 
 
 def _overlap_loop(loop: StagedLoop) -> OverlappedLoop:

@@ -197,7 +197,6 @@ def _packed_request(
         (q.shape[1], q.shape[0]),
         empty=q.numel() == 0 or k.numel() == 0 or batch == 0 or max_seqlen_q == 0,
         sizes={"batch": batch, "max_seqlen_q": max_seqlen_q},
-        fill=True,  # rows past the last sequence belong to no task
     )
 
 

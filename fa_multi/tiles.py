@@ -389,27 +389,44 @@ class Phase:
 @dataclass(frozen=True)
 class Loop(Op):
     """body for trip var = 0 .. trips - 1, in order. Outside the masked phases a `MaskTile` in the body is the identity,
-    so a backend may leave it out there."""
+    so a backend may leave it out there. `full_after_first`: loads behind the first trip have all rows of their tile."""
 
     var: Var
     trips: Scalar
     body: tuple[Op, ...]
     phases: tuple[Phase, ...]
+    full_after_first: bool = False
 
 
 # --------------------------------------------------------------------------------------------- the program
 
 
 @dataclass(frozen=True)
+class Fill:
+    """The rows of an output from `begin` on, along its axis "seq", belong to no task and hold `value`."""
+
+    tensor: Tensor
+    begin: Scalar
+    value: float
+
+    def __str__(self) -> str:
+        places = (f"{self.begin} :" if d == "seq" else ":" for d in self.tensor.dims)
+        return f"fill {self.tensor.name}[{', '.join(places)}] with {self.value:g}"
+
+
+@dataclass(frozen=True)
 class Program:
     """`body` runs for every point of `axes` (name, extent); `lets` are task scalars, each may use those before it.
-    A task whose `rows` (a let) is not positive has nothing to do."""
+    A task whose `rows` (a let) is not positive has nothing to do. `ragged`: an axis and, in terms of the lets, how far
+    it has such tasks; `axes` has the upper bound. `fills` are done once, at any time."""
 
     name: str
     axes: tuple[tuple[Var, Scalar], ...]
     tensors: tuple[Tensor, ...]
     lets: tuple[tuple[Var, Scalar], ...]
     body: tuple[Op, ...]
+    fills: tuple[Fill, ...] = ()
+    ragged: tuple[Var, Scalar] | None = None
 
     def sizes(self) -> tuple[str, ...]:
         """Run-time sizes the program needs, in a fixed order."""
@@ -433,6 +450,7 @@ class Program:
         for t in self.tensors:
             dims = ", ".join(f"{d}={s}" for d, s in zip(t.dims, t.shape))
             lines.append(f"  {'out' if t.output else 'in '} {t.name}[{dims}] {t.dtype}")
+        lines += [f"  {fill}" for fill in self.fills]
         lines += [f"  task {v} in {n}" for v, n in self.axes]
         lines += [f"  let {v} = {s}" for v, s in self.lets]
         tiles = (f"{t}[{', '.join(map(str, t.shape))}] {t.dtype}" for t in self.tiles())

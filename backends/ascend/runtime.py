@@ -175,6 +175,8 @@ class Call:
         self.views = views(program)
         for view, t in zip(self.views.values(), tensors):
             self._bind(view, t)
+        for fill in program.fills:  # all rows: where the last sequence ends is known on the device alone
+            self.tensors[fill.tensor.name].fill_(fill.value)
         rows = {name: self.numbers[name] for name in ROW_COUNTS if name in self.numbers}
         for declared in program.tensors:
             if declared.name == "block_table":

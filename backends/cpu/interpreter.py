@@ -51,6 +51,10 @@ def execute(
     largest = max(t.shape[0] * t.shape[-1] for t in program.tiles())
     step = max(1, tile_elements // largest)
     lengths = {name: x for name, x in tensors.items() if x.dtype == torch.int32}
+    for fill in program.fills:
+        target, axis = tensors[fill.tensor.name], fill.tensor.dims.index("seq")
+        begin = int(fill.begin.eval({**sizes, **lengths}))
+        target.narrow(axis, begin, target.shape[axis] - begin).fill_(fill.value)
     for point in itertools.product(*outer):
         for chunk in grid.split(step):
             env: Env = {**sizes, **lengths, **{n: x for n, x in zip(names, point) if x is not None}}
@@ -96,13 +100,16 @@ class _Task:
     def __init__(self, env: Env, tensors: Mapping[str, torch.Tensor], count: int) -> None:
         self.env, self.tensors, self.count = env, tensors, count
         self.tiles: Tiles = {}
+        self.full = False  # must loads have all their rows?
 
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
             if isinstance(op, Loop):
                 for trip in range(int(op.trips.eval(self.env))):
                     self.env[op.var.name] = trip
+                    self.full = op.full_after_first and trip > 0
                     self.run(op.body)
+                self.full = False
             else:
                 _OPS[type(op)](self, op)
 
@@ -131,6 +138,8 @@ class _Task:
 
     def load(self, op: Load) -> None:
         values = self.tensors[op.src.tensor.name][self.index(op.src)]
+        if self.full and values.shape[1] != op.dst.shape[0]:
+            raise AssertionError(f"a trip after the first loads {values.shape[1]} rows of {op.dst.shape[0]}: {op}")
         if values.shape[1:] != op.dst.shape or len(values) != self.count:
             tile = values.new_zeros((self.count, *op.dst.shape))
             tile[(slice(None), *(slice(n) for n in values.shape[1:]))] = values

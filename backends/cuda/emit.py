@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 
 from fa_multi.check import check
@@ -11,10 +10,10 @@ from fa_multi.overlap import overlap
 from fa_multi.programs import Spec, build
 from fa_multi.roles import Roles, cut
 from fa_multi.spec import AttentionSpec
-from fa_multi.tiles import Load, Program, Store, Tile, walk
+from fa_multi.tiles import Load, Loop, Program
 
 from .. import Lowered
-from . import emit_ops, emit_portable, emit_roles, limits, planner
+from . import emit_ops, emit_portable, emit_roles, limits, planner, transfers
 
 
 @functools.lru_cache(maxsize=256)
@@ -23,9 +22,10 @@ def lower_roles(spec: AttentionSpec, plan: planner.CudaPlan | None = None) -> Lo
     plan = plan or planner.roles_plan(spec)
     program = build(spec, plan)
     roles = cut(program, plan, planner.role_of, memory="shared", skew={"compute": plan.skew})
-    compute = overlap(roles.role("compute"))
+    compute = overlap(roles.role("compute"), plan.late_rescale)
     roles = replace(roles, roles=tuple(compute if r.role == "compute" else r for r in roles.roles))
-    limits.check_shared(((c.tile, c.depth) for c in roles.channels), limits.ROLES_ARCH)
+    depth = {c.tile: c.depth for c in roles.channels}
+    limits.check_shared(((t, depth.get(t, 1)) for t in emit_ops.operands(program)), limits.ROLES_ARCH)
     check(roles)
     return Lowered(program, roles, emit_roles.emit(roles), "roles")
 
@@ -37,7 +37,7 @@ def lower_portable(spec: Spec, arch: str, aligned: bool) -> Lowered:
     program = build(spec, plan)
     limits.check_shared(((t, 1) for t in emit_ops.operands(program)), arch)
     roles = _one_role(program, plan)
-    return Lowered(program, roles, emit_portable.emit(program, plan, aligned), "portable")
+    return Lowered(program, roles, emit_portable.emit(program, plan, aligned, limits.follows(arch)), "portable")
 
 
 def lower(spec: Spec, arch: str, aligned: bool = True, tma: bool = True) -> Lowered:
@@ -53,18 +53,8 @@ def _one_role(program: Program, plan: planner.Plan) -> Roles:
 
 
 def has_roles(spec: Spec, arch: str) -> bool:
-    """Is there a role form? It needs Hopper's instructions, and TMA, which copies blocks of consecutive rows."""
-    if arch != limits.ROLES_ARCH or not isinstance(spec, AttentionSpec) or spec.split:
+    """Is there a role form? It needs Hopper's instructions, and a loop whose loads are boxes that TMA copies."""
+    if arch != limits.ROLES_ARCH or not isinstance(spec, AttentionSpec):
         return False
-    return _plain(build(spec, planner.roles_plan(spec)))
-
-
-def _plain(program: Program) -> bool:
-    def accesses() -> Iterable[tuple[emit_ops.Access, Tile]]:
-        for op in walk(program.body):
-            if isinstance(op, Load):
-                yield op.src, op.dst
-            elif isinstance(op, Store) and len(op.src.shape) == 2:
-                yield op.dst, op.src
-
-    return all(emit_ops.is_plain(access, tile, program) for access, tile in accesses())
+    loop = next(op for op in build(spec, planner.roles_plan(spec)).body if isinstance(op, Loop))
+    return all(transfers.box_rows(op.src, op.dst) for op in loop.body if isinstance(op, Load))

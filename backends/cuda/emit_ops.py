@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Union
 
 from fa_multi.masks import Bound
 from fa_multi.roles import StagedLoop
-from fa_multi.scalars import Const, Scalar, Var, minimum
+from fa_multi.scalars import Scalar, Var
 from fa_multi.tiles import (
     Access,
     Arith,
@@ -68,6 +67,19 @@ def declare_dynamic(lines: Lines, program: Program) -> None:
 
 def _dynamic(lines: Lines, names: Sequence[str], dtype: str) -> None:
     lines.add(f'{", ".join(names)} = T.dynamic("{", ".join(names)}", "{dtype}")')
+
+
+def assume_aligned(lines: Lines, tensor: Tensor) -> None:
+    """Tell the compiler that rows start at multiples of 16 bytes, so that elements move 16 bytes at a time."""
+    if strided(tensor):
+        unit = 16 // Tile("", (1,), tensor.dtype).bytes
+        lines.add(*(f"T.assume({s} % {unit} == 0)" for s in stride_names(tensor)))
+
+
+# A kernel is launched as the one before it on the stream ends, waits for that end, and so for that of all before it,
+# ahead of touching memory (programmatic dependent launch). Letting the next one come earlier than that costs time: its
+# blocks take room that this one's still need.
+FOLLOW = ("T.pdl_sync()",)
 
 
 def arguments(program: Program, extra: Sequence[str] = ()) -> list[str]:
@@ -160,57 +172,7 @@ def depends_on(program: Program, scalar: Scalar, name: str) -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------- device memory
-
-
-def is_plain(access: Access, tile: Tile, program: Program) -> bool:
-    """Is the access one block of consecutive rows, clipped by the tensor's own end alone? Then one copy does it."""
-    a = access
-    if a.begin != Const(0) or a.group is not None or a.table is not None or len(tile.shape) != 2:
-        return False
-    size = a.tensor.shape[a.tensor.dims.index("seq")]
-    rows = next((value for v, value in program.lets if v == a.rows), a.rows)
-    return rows == minimum(size - a.row0, tile.shape[0])
-
-
-def block_text(access: Access, tile: Tile, names: Names, columns: tuple[int, int] | None = None) -> str:
-    """The block of a plain access, as wide as the tile (or `columns` of it): columns past the tensor's read as zero and
-    are not written."""
-    first, stop = columns or (0, tile.shape[1])
-    row = scalar_text(access.row0, names)
-    place = _places(access, names) | {"seq": f"{row}:{row} + {tile.shape[0]}", "dim": f"{first}:{stop}"}
-    return f"{tensor_name(access.tensor.name)}[{', '.join(place[d] for d in access.tensor.dims)}]"
-
-
-def element_text(access: Access, names: Names) -> str:
-    """Element (r, c) of an access of any kind."""
-    a = access
-    row = f"{scalar_text(a.row0, names)} + r"
-    place = _places(a, names)
-    if a.table is not None:
-        table = f"{tensor_name(a.table.name)}[{place['batch']}, T.truncdiv({row}, {a.page_size})]"
-        place |= {"page": table, "slot": f"T.truncmod({row}, {a.page_size})"}
-    elif a.group is not None:
-        group = scalar_text(a.group, names)
-        place |= {"head": f"{place['head']} + T.truncmod({row}, {group})"}
-        row = f"T.truncdiv({row}, {group})"
-    begin = scalar_text(a.begin, names)
-    place |= {"seq": row if begin == "0" else f"{begin} + {row}", "dim": "c"}
-    return f"{tensor_name(a.tensor.name)}[{', '.join(place[d] for d in a.tensor.dims)}]"
-
-
-def _places(a: Access, names: Names) -> dict[str, str]:
-    place = {"batch": scalar_text(a.batch, names), "head": scalar_text(a.head, names)}
-    return place | ({"split": scalar_text(a.split, names)} if a.split is not None else {})
-
-
-def valid_text(access: Access, tile: Tile, names: Names) -> str:
-    """Is element (r, c) of the tile one of the access?"""
-    rows = f"r < {scalar_text(access.rows, names)}"
-    width = access.tensor.shape[-1] if access.tensor.dims[-1] == "dim" else None
-    if len(tile.shape) == 2 and isinstance(width, Const) and width.value < tile.shape[1]:
-        return f"T.And({rows}, c < {width.value})"
-    return rows
+# --------------------------------------------------------------------------------------------- ops on tiles
 
 
 def parallel(tile: Tile) -> str:
@@ -219,13 +181,9 @@ def parallel(tile: Tile) -> str:
     return f"for r, c in T.Parallel({extent}):" if len(tile.shape) == 2 else f"for r in T.Parallel({extent}):"
 
 
-def index(tile: Tile) -> str:
-    return f"{tile.name}[r, c]" if len(tile.shape) == 2 else f"{tile.name}[r]"
-
-
-# --------------------------------------------------------------------------------------------- ops on tiles
-
-TileOp = Union[Map, RowReduce, Cast, MaskTile]
+def index(tile: Tile, name: str = "") -> str:
+    """Element of a tile, or of what holds it."""
+    return f"{name or tile.name}[{'r, c' if len(tile.shape) == 2 else 'r'}]"
 
 
 def print_tile_op(lines: Lines, op: Op, names: Names) -> None:

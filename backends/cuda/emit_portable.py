@@ -8,9 +8,11 @@ from fa_multi.scalars import Const, Scalar
 from fa_multi.tiles import Cast, Load, Loop, MaskTile, Mma, Op, Program, Store, Tile
 
 from . import emit_ops as ops
-from .printing import Lines, Names, scalar_text
+from . import transfers
+from .printing import Lines, Names, bracketed, scalar_text
 
 THREADS = 128
+UNROLL = 8  # trips of a loop without products: so many of its loads are under way at once
 HEADER = '''"""{title}
 
 Portable form: one block of threads per task. Generated; the tile program it comes from:
@@ -26,19 +28,20 @@ PASS_CONFIGS = {{"tl.enable_fast_math": True, "tl.disable_warp_specialized": Tru
 '''
 
 
-def emit(program: Program, plan: Plan, aligned: bool) -> str:
+def emit(program: Program, plan: Plan, aligned: bool, follows: bool) -> str:
     """The kernel module of the portable form. `aligned`: every pointer and stride is a multiple of 16 bytes, so rows
-    can be copied 16 bytes at a time; else element by element."""
-    return _Kernel(program, plan, aligned).text()
+    can be copied 16 bytes at a time; else element by element. `follows`: see `emit_ops.FOLLOW`; from sm_90 on."""
+    return _Kernel(program, plan, aligned, follows).text()
 
 
 class _Kernel:
-    def __init__(self, program: Program, plan: Plan, aligned: bool) -> None:
-        self.program, self.plan, self.aligned = program, plan, aligned
+    def __init__(self, program: Program, plan: Plan, aligned: bool, follows: bool) -> None:
+        self.program, self.plan, self.aligned, self.follows = program, plan, aligned, follows
         self.lines = Lines()
         self.shared = ops.operands(program)
         self.staging = ops.staging(program)
         self.fragments = ops.fragments(program)
+        self.count = " * ".join(bracketed(scalar_text(n, {})) for _, n in program.axes)
         self.scalars = ops.TaskScalars(program, {v.name for v, _ in program.axes})
 
     def text(self) -> str:
@@ -47,33 +50,30 @@ class _Kernel:
             ops.declare_dynamic(lines, program)
             lines.add("full_row = T.GemmWarpPolicy.FullRow", "", "@T.prim_func", "def main(")
             lines.add(*(f"    {a}," for a in ops.arguments(program)))
-            count = " * ".join(_bracketed(scalar_text(n, {})) for _, n in program.axes)
-            with lines.block("):"), lines.block(f"with T.Kernel({count}, threads={THREADS}) as task:"):
+            with lines.block("):"), lines.block(f"with T.Kernel({self.count}, threads={THREADS}) as task:"):
                 self.body()
             lines.add("", "return main")
         return HEADER.format(title=program.name, program=program) + lines.text()
 
     def body(self) -> None:
         lines = self.lines
-        for tensor in self.program.tensors:
-            if self.aligned and ops.strided(tensor):
-                unit = 16 // _itemsize(tensor.dtype)
-                lines.add(*(f"T.assume({s} % {unit} == 0)" for s in ops.stride_names(tensor)))
+        lines.add(*(ops.FOLLOW if self.follows else ()))
+        for tensor in self.program.tensors if self.aligned else ():
+            ops.assume_aligned(lines, tensor)
         for t in self.shared:
             lines.add(f'{t} = T.alloc_shared(({_shape(t)}), "{t.dtype}")')
         for t in self.fragments:
             lines.add(f'{t} = T.alloc_fragment(({_shape(t)}), "{t.dtype}")')
+        for fill in self.program.fills:
+            transfers.fill_rows(lines, fill, "T.get_thread_binding()", THREADS, "task", self.count)
+        transfers.declare_divided_rows(lines, self.program)
         self.decode()
         self.scalars.require(lines, [v for v, _ in self.program.lets], '{name} = T.alloc_var("int32", init={value})')
-        if self.may_be_empty():
+        if transfers.may_be_empty(self.program):
             with lines.block("if rows > 0:"):
                 self.steps()
         else:
             self.steps()
-
-    def may_be_empty(self) -> bool:
-        """Can a task have no rows? Where every sequence has its own length."""
-        return any(t.name == "cu_seqlens_q" for t in self.program.tensors)
 
     def decode(self) -> None:
         """Axes from the task number, the last running fastest. A block of rows counts down: late blocks see the most
@@ -108,7 +108,7 @@ class _Kernel:
         trips = last if start == Const(0) else f"T.max({last} - ({first}), 0)"
         lines.add(f"# {'masked' if masked else 'wholly visible'} tiles")
         pipelined = any(isinstance(op, Mma) for op in loop.body)
-        header = f"T.Pipelined({trips}, num_stages=1)" if pipelined else f"T.serial({trips})"
+        header = f"T.Pipelined({trips}, num_stages=1)" if pipelined else f"T.unroll({trips}, unroll_factor={UNROLL})"
         with lines.block(f"for t in {header}:"):
             lines.add(f"{loop.var} = t" + ("" if start == Const(0) else f" + {first}"))
             for op in loop.body:
@@ -132,12 +132,10 @@ class _Kernel:
             ops.print_tile_op(lines, op, names)
 
     def load(self, op: Load, names: Names) -> None:
-        if ops.is_plain(op.src, op.dst, self.program):
-            self.lines.add(f"T.copy({ops.block_text(op.src, op.dst, names)}, {op.dst}, disable_tma=True)")
-            return
-        with self.lines.block(ops.parallel(op.dst)):
-            valid, element = ops.valid_text(op.src, op.dst, names), ops.element_text(op.src, names)
-            self.lines.add(f'{ops.index(op.dst)} = T.if_then_else({valid}, {element}, T.cast(0, "{op.dst.dtype}"))')
+        if transfers.is_plain(op.src, op.dst, self.program):
+            self.lines.add(f"T.copy({transfers.block_text(op.src, op.dst, names)}, {op.dst}, disable_tma=True)")
+        else:
+            transfers.load_elements(self.lines, op, names)
 
     def whole(self, result: Tile) -> bool:
         """Does the result leave through shared memory of its own width?"""
@@ -146,20 +144,11 @@ class _Kernel:
     def store(self, op: Store, names: Names) -> None:
         rounded = next((o.src for o in self.program.body if isinstance(o, Cast) and o.dst == op.src), op.src)
         source = self.staging[op.src] if self.whole(op.src) else rounded
-        if ops.is_plain(op.dst, op.src, self.program):
-            self.lines.add(f"T.copy({source}, {ops.block_text(op.dst, op.src, names)}, disable_tma=True)")
-            return
-        with self.lines.block(ops.parallel(op.src)), self.lines.block(f"if {ops.valid_text(op.dst, op.src, names)}:"):
-            self.lines.add(f"{ops.element_text(op.dst, names)} = {source}[{'r, c' if len(op.src.shape) == 2 else 'r'}]")
+        if transfers.is_plain(op.dst, op.src, self.program):
+            self.lines.add(f"T.copy({source}, {transfers.block_text(op.dst, op.src, names)}, disable_tma=True)")
+        else:
+            transfers.store_elements(self.lines, op, source.name, names)
 
 
 def _shape(tile: Tile) -> str:
     return ", ".join(map(str, tile.shape)) + ("," if len(tile.shape) == 1 else "")
-
-
-def _itemsize(dtype: str) -> int:
-    return 4 if dtype in ("float32", "int32") else 2
-
-
-def _bracketed(text: str) -> str:
-    return text if text.replace("_", "").isalnum() or text.startswith("T.") else f"({text})"

@@ -1,4 +1,4 @@
-"""The role form (Hopper): one warp loads by TMA, two or three warpgroups compute; rings of slots in shared memory with
+"""The role form (Hopper): one warp loads by TMA, one to three warpgroups compute; rings of slots in shared memory with
 ready and free barriers between them. Printed from the role programs, op by op."""
 
 from __future__ import annotations
@@ -6,17 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fa_multi.overlap import OverlappedLoop, Timed, WaitMma
+from fa_multi.addressing import BLOCK
+from fa_multi.overlap import OverlappedLoop, WaitMma
 from fa_multi.roles import Acquire, Await, Channel, Commit, Release, Roles, StagedLoop
 from fa_multi.scalars import Const, Scalar
 from fa_multi.tiles import Arith, Cast, Load, Loop, Map, MaskTile, Mma, Number, Op, Read, RowReduce, Store, Tile
 
 from . import emit_ops as ops
+from . import transfers
 from .limits import registers
 from .planner import CudaPlan
 from .printing import Lines, Names, scalar_text
+from .scheduling import BLOCKS, Fixed, Queue, queued
 
 WARP, GROUP = 32, 128  # threads
+# Named barriers. 0 to 7 are the compiler's; 8 and 9 are the turns of two warpgroups.
+ALL_COMPUTE = 10
+OWN_GROUP = 11  # and on, one per warpgroup (threads 128 and on)
 HEADER = '''"""{title}
 
 Role form: warp 0 loads tiles by TMA, warpgroups 1 to {groups} compute. Generated; the tile program it comes from:
@@ -26,7 +32,27 @@ Role form: warp 0 loads tiles by TMA, warpgroups 1 to {groups} compute. Generate
 
 import tilelang.language as T
 
-PASS_CONFIGS = {{"tl.enable_fast_math": True}}
+# Barriers and bounds are all in the text: one of the compiler would wait for all warpgroups, which may be taking turns.
+PASS_CONFIGS = {{
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_safe_memory_legalize": True,
+}}
+
+
+'''
+CLEAR_TAIL = '''@T.macro
+def clear_tail(tile, slot, valid, thread):
+    """Clear the rows of a slot from `valid` on: they may hold anything, and 0 * NaN is NaN. Every warpgroup clears all
+    of them: they may be taking turns, so they must not wait for each other, and a zero written twice does no harm."""
+    for n in T.serial(T.truncdiv(({rows} - valid) * {chunks} + 127, 128)):
+        chunk = n * 128 + thread % 128
+        if valid + T.truncdiv(chunk, {chunks}) < {rows}:
+            for c in T.vectorized(8):
+                column = T.truncmod(chunk, {chunks}) * 8 + c
+                tile[slot, valid + T.truncdiv(chunk, {chunks}), column] = T.cast(0, "{dtype}")
+    T.fence_proxy_async()
+    T.sync_threads(barrier_id={barrier} + thread // 128, arrive_count=128)
 
 
 '''
@@ -35,21 +61,6 @@ PASS_CONFIGS = {{"tl.enable_fast_math": True}}
 def emit(roles: Roles) -> str:
     """The kernel module of the role form."""
     return _Kernel(roles).text()
-
-
-def hoist_rescale(loop: OverlappedLoop, zero: frozenset[Tile]) -> OverlappedLoop:
-    """Move what the output half does in front of its product (rescaling the accumulator) to the end of the trip before:
-    the product that last wrote the accumulator is done there, and nothing delays the output product any more. At the
-    start there is nothing to rescale in tiles that are `zero`."""
-    late = [t.step for t in loop.steady if t.ahead == 0]
-    moved = [op for op in late[: next(i for i, op in enumerate(late) if isinstance(op, Mma))] if isinstance(op, Map)]
-    steady = [t for t in loop.steady if not (t.ahead == 0 and t.step in moved)]
-    return replace(
-        loop,
-        prologue=(*loop.prologue, *(op for op in moved if op.dst not in zero)),
-        steady=(*steady, *(Timed(op, 1) for op in moved)),
-        epilogue=tuple(op for op in loop.epilogue if op not in moved),
-    )
 
 
 @dataclass(frozen=True)
@@ -97,14 +108,16 @@ class _Kernel:
         self.roles, self.program, self.plan = roles, roles.program, roles.plan
         self.lines = Lines()
         self.channels = {c.tile: c for c in roles.channels}
-        self.staging = ops.staging(self.program)
+        self.private = [t for t in ops.operands(self.program) if t not in self.channels]
+        self.staging = {r: host for r, host in ops.staging(self.program).items() if host in self.channels}
+        self.unclean = transfers.unclean(self.program)
         self.compute_threads = GROUP * self.plan.groups
         loop = next(op for op in self.program.body if isinstance(op, Loop))
         self.loop = loop
         self.sum = deferred_sum(loop.body, self.program.body)
-        # Tasks of unequal length (the trips depend on the block of rows) go in pairs, longest with shortest.
-        self.axis = self.program.axes[-1][0].name
-        self.paired = ops.depends_on(self.program, loop.trips, self.axis)
+        axis, carrier = self.program.axes[-1][0], queued(roles)
+        paired = axis == BLOCK and ops.depends_on(self.program, loop.trips, axis.name)
+        self.schedule: Fixed | Queue = Queue(self.program, carrier) if carrier else Fixed(self.program, paired)
 
     # ---------------------------------------------------------------------------------------- the frame
 
@@ -113,82 +126,59 @@ class _Kernel:
         with lines.block("def build():"):
             ops.declare_dynamic(lines, self.program)
             lines.add("full_row = T.GemmWarpPolicy.FullRow", "", "@T.prim_func", "def main(")
-            lines.add(*(f"    {a}," for a in ops.arguments(self.program, ["blocks"])))
+            lines.add(*(f"    {a}," for a in ops.arguments(self.program, [BLOCKS])))
+            lines.add(*(f"    {a}," for a in self.schedule.arguments))
             with (
                 lines.block("):"),
-                lines.block(f"with T.Kernel(blocks, threads={GROUP + self.compute_threads}) as block:"),
+                lines.block(f"with T.Kernel({BLOCKS}, threads={GROUP + self.compute_threads}) as block:"),
             ):
                 self.body()
             lines.add("", "return main")
         header = HEADER.format(title=self.program.name, groups=self.plan.groups, program=self.program)
+        for tile in self.unclean:
+            rows, columns = tile.shape
+            header += CLEAR_TAIL.format(rows=rows, chunks=columns // 8, dtype=tile.dtype, barrier=OWN_GROUP - 1)
         return header + lines.text()
 
     def body(self) -> None:
         lines = self.lines
+        lines.add(*ops.FOLLOW)
+        for tensor in [op.src.tensor for op in self.program.body if isinstance(op, Load) and op.dst in self.private]:
+            ops.assume_aligned(lines, tensor)
         for c in self.channels.values():
             lines.add(f'{c.tile} = T.alloc_shared(({c.depth}, {_shape(c.tile)}), "{c.tile.dtype}")')
+        for t in self.private:
+            lines.add(f'{t} = T.alloc_shared(({_shape(t)}), "{t.dtype}")')
         deferred = {self.sum.reduce.dst} if self.sum else set()
         for t in ops.fragments(self.program):
             if t not in deferred:
                 lines.add(f'{t} = T.alloc_fragment(({_shape(t)}{"," * (len(t.shape) == 1)}), "{t.dtype}")')
+        transfers.declare_divided_rows(lines, self.program)
+        paged = [op for op in self.loop.body if isinstance(op, Load) and op.src.table is not None]
+        if paged:
+            lines.add(f'pages = T.alloc_local(({transfers.boxes(paged[0])},), "int32")')
         if self.sum:
             lines.add(f'{self.sum.part} = T.alloc_fragment(({self.plan.block_m}, 8), "float32")')
         for c in self.channels.values():
             lines.add(f"{c.tile}_ready = T.alloc_barrier([{WARP}] * {c.depth})")
             lines.add(f"{c.tile}_free = T.alloc_barrier([{self.compute_threads // WARP}] * {c.depth})")
-        self.schedule()
+        lines.add("thread = T.get_thread_binding()")
+        self.schedule.declare(lines)
+        lines.add('tasks_done = T.alloc_var("int32", init=0)', 'trips_done = T.alloc_var("int32", init=0)')
         loader, compute = registers(self.plan.groups, self.plan.head_dim_v)
         with lines.block(f"if thread < {GROUP}:"):
             lines.add(f"T.set_max_nreg({loader}, 0)")
             with lines.block(f"if thread < {WARP}:"):
-                self.tasks(_Loader(self))
+                self.schedule.tasks(_Loader(self))
         with lines.block("else:"):
             lines.add(f"T.set_max_nreg({compute}, 1)")
+            for fill in self.program.fills:
+                transfers.fill_rows(lines, fill, f"thread - {GROUP}", self.compute_threads, "block", BLOCKS)
             if self.plan.ping_pong:
                 lines.add("# warpgroups take turns: 2 lets 1 go first")
                 with lines.block(f"if thread >= {2 * GROUP}:"):
                     lines.add(f"T.named_barrier_arrive(8, {2 * GROUP})")
-            self.tasks(_Compute(self))
-
-    def schedule(self) -> None:
-        """Task numbering: blocks of rows run fastest, then heads, then batch entries, so that concurrent tasks share
-        keys. Pairs have equal lengths, which balances the blocks of this loop without a counter in memory."""
-        lines = self.lines
-        *outer, (axis, extent) = self.program.axes
-        lines.add("thread = T.get_thread_binding()")
-        scalars = ops.TaskScalars(self.program, ())
-        scalars.require(lines, [extent], 'T.alloc_var("int32", init={value})')
-        count = f"{axis}_count"
-        # Plain names, computed anew where they are used: variables would hold registers through the loop over keys.
-        lines.add(f"{count} = {scalar_text(extent, {})}")
-        lines.add(f"units = {f'T.truncdiv({count} + 1, 2)' if self.paired else count}")
-        total = " * ".join(scalar_text(n, {}) for _, n in outer)
-        lines.add(f"turns = T.ceildiv(units * {total} - block, blocks)")
-        names = [
-            "unit",
-            "line",
-            *(["place"] if self.paired else []),
-            *(v.name for v, _ in self.program.axes),
-            *(v.name for v, _ in self.program.lets),
-        ]
-        lines.add(*(f'{name} = T.alloc_var("int32", init=0)' for name in names))
-        lines.add('tasks_done = T.alloc_var("int32", init=0)', 'trips_done = T.alloc_var("int32", init=0)')
-
-    def tasks(self, role: _Role) -> None:
-        """The loop over the tasks of this block."""
-        lines, axis = self.lines, self.axis
-        place = "place" if self.paired else axis
-        with lines.block("for turn in T.serial(turns):"):
-            lines.add(
-                "unit = block + turn * blocks", "line = T.truncdiv(unit, units)", f"{place} = unit - line * units"
-            )
-            if not self.paired:
-                role.task()
-                return
-            lines.add("# a middle block of rows has no partner")
-            with lines.block(f"for side in T.serial(T.if_then_else(place * 2 + 1 == {axis}_count, 1, 2)):"):
-                lines.add(f"{axis} = T.if_then_else(side == 0, {axis}_count - 1 - place, place)")
-                role.task()
+            self.schedule.tasks(_Compute(self))
 
 
 def _shape(tile: Tile) -> str:
@@ -200,6 +190,8 @@ def _shape(tile: Tile) -> str:
 
 class _Role:
     """Text of one role's task. Positions: a ring turns once per trip or once per task, on over all tasks."""
+
+    name: str
 
     def __init__(self, kernel: _Kernel) -> None:
         self.kernel, self.lines, self.program = kernel, kernel.lines, kernel.program
@@ -215,11 +207,7 @@ class _Role:
         outer = self.program.axes[:-1]
         if not self.axes_known and names & {v.name for v, _ in outer}:
             self.axes_known = True
-            rest = "line"
-            for v, extent in reversed(outer[1:]):
-                size = scalar_text(extent, {})
-                quotient = outer[0][0].name if len(outer) == 2 else "line"
-                self.lines.add(f"{quotient} = T.truncdiv({rest}, {size})", f"{v} = {rest} - {quotient} * {size}")
+            self.kernel.schedule.place(self.lines)
         self.scalars.require(self.lines, needed)
 
     def slot(self, c: Channel, trip: str) -> tuple[str, str]:
@@ -236,7 +224,19 @@ class _Role:
         c = self.kernel.channels.get(tile)
         return f"{tile}[{self.slot(c, trip)[0]}, :, :]" if c else tile.name
 
+    def run(self) -> None:
+        """One task, or nothing where it has no rows: both roles then skip it alike."""
+        if not transfers.may_be_empty(self.program):
+            self.task()
+            return
+        self.require(next(op for op in self.program.body if isinstance(op, Load)))
+        with self.lines.block("if rows > 0:"):
+            self.task()
+
     def task(self) -> None:
+        raise NotImplementedError
+
+    def step(self, op: Op, trip: str) -> None:
         raise NotImplementedError
 
     def trip_names(self, trip: str) -> Names:
@@ -244,15 +244,20 @@ class _Role:
 
 
 class _Loader(_Role):
+    name = "loader"
+
     def task(self) -> None:
         body = self.kernel.roles.role("loader").body
         for op in body:
             self.require(replace(op, phases=()) if isinstance(op, StagedLoop) else op)
             if isinstance(op, StagedLoop):
                 with self.lines.block(f"for {op.var} in T.serial({scalar_text(op.trips, {})}):"):
-                    for stage in op.stages:
-                        for inner in stage.body:
-                            self.step(inner, op.var.name)
+                    steps = [inner for stage in op.stages for inner in stage.body]
+                    paged = [o for o in steps if isinstance(o, Load) and o.src.table is not None]
+                    if paged:  # keys and values lie in the same pages
+                        transfers.read_table(self.lines, paged[0], self.trip_names(op.var.name))
+                    for inner in steps:
+                        self.step(inner, op.var.name)
                 self.lines.add(f"trips_done = trips_done + {scalar_text(op.trips, {})}")
             else:
                 self.step(op, "0")
@@ -265,24 +270,40 @@ class _Loader(_Role):
         elif isinstance(op, Commit):
             self.lines.add(f"T.barrier_arrive({op.channel.tile}_ready[{self.slot(op.channel, trip)[0]}])")
         elif isinstance(op, Load):
-            slot = self.slot(self.kernel.channels[op.dst], trip)[0]
-            block = ops.block_text(op.src, op.dst, self.trip_names(trip))
-            self.lines.add(f"T.tma_copy({block}, {op.dst}[{slot}, :, :], barrier={op.dst}_ready[{slot}])")
+            self.load(op, trip)
         else:
             raise NotImplementedError(f"the loader has no text for {op}")
 
+    def load(self, op: Load, trip: str) -> None:
+        lines, names, slot = self.lines, self.trip_names(trip), self.slot(self.kernel.channels[op.dst], trip)[0]
+        barrier = f"barrier={op.dst}_ready[{slot}]"
+        if self.kernel.plan.read_once and op in self.kernel.loop.body:
+            barrier += ', eviction_policy="evict_first"'
+        box, columns = transfers.box_rows(op.src, op.dst), op.dst.shape[1]
+        if transfers.boxes(op) == 1:
+            text = transfers.block_text(op.src, op.dst, names)
+            lines.add(f"T.tma_copy({text}, {op.dst}[{slot}, :, :], {barrier})")
+            return
+        width = transfers.panel_columns(op.dst)
+        with (
+            lines.block(f"for n in T.unroll({transfers.boxes(op)}):"),
+            lines.block(f"if n * {box} < {scalar_text(op.src.rows, names)}:"),
+            lines.block(f"for panel in T.unroll({columns // width}):"),
+        ):
+            panel = (f"panel * {width}", f"panel * {width} + {width}")
+            text = transfers.box_text(op.src, (f"n * {box}", box), panel, names)
+            into = f"{op.dst}[{slot}, n * {box}:n * {box} + {box}, {panel[0]}:{panel[1]}]"
+            lines.add(f"T.tma_copy({text}, {into}, {barrier})")
+
 
 class _Compute(_Role):
-    def __init__(self, kernel: _Kernel) -> None:
-        super().__init__(kernel)
-        body = self.program.body
-        self.zero = frozenset(op.dst for op in body if isinstance(op, Map) and op.value == Number(0.0))
+    name = "compute"
 
     def task(self) -> None:
         lines, k = self.lines, self.kernel
         for op in _release_staged_last(k.roles.role("compute").body, k.staging):
             if isinstance(op, OverlappedLoop):
-                self.loop(hoist_rescale(op, self.zero) if k.plan.late_rescale else op)
+                self.loop(op)
                 continue
             if k.sum and isinstance(op, Map) and op.dst == k.sum.total and isinstance(op.value, Number):
                 lines.add(f"T.fill({k.sum.part}, 0)")
@@ -299,6 +320,8 @@ class _Compute(_Role):
         with lines.block(f"if {trips} > 0:"):
             for op in loop.prologue:
                 self.step(op, "0", first=True)
+            for tile in self.kernel.unclean:
+                self.clear_tail(tile)
             start: Scalar = Const(0)
             for phase in loop.phases:
                 self.steady(loop, start, phase.stop, phase.masked)
@@ -310,6 +333,15 @@ class _Compute(_Role):
         lines.add(f"trips_done = trips_done + {trips}")
         if sum_:
             lines.add(f"T.reduce_sum({sum_.part}, {sum_.total}, dim=1)")
+
+    def clear_tail(self, tile: Tile) -> None:
+        """Clear the rows of a tile past the keys before anything reads them; only the first trip can have such rows."""
+        assert self.kernel.loop.full_after_first
+        channel, names = self.kernel.channels[tile], self.trip_names("0")
+        valid = scalar_text(self.kernel.unclean[tile].src.rows, names)
+        with self.lines.block(f"if {valid} < {tile.shape[0]}:"):
+            self.step(Await(channel), "0")
+            self.lines.add(f"clear_tail({tile}, {self.slot(channel, '0')[0]}, {valid}, thread)")
 
     def steady(self, loop: OverlappedLoop, start: Scalar, stop: Scalar, masked: bool) -> None:
         """The trips whose score half lies in one phase: the output half of trip j beside the score half of j + 1."""
@@ -361,7 +393,9 @@ class _Compute(_Role):
         elif k.sum and op == k.sum.update:
             self.add_own_columns(k.sum, first)
         elif isinstance(op, Cast) and op.dst not in ops.fragments(self.program):
-            self.stage(op)
+            pass  # the store rounds
+        elif isinstance(op, Load):
+            self.load(op, names)
         elif isinstance(op, Store):
             self.store(op, names)
         else:
@@ -377,30 +411,50 @@ class _Compute(_Role):
         with each, self.lines.block(f"for r, c in T.Parallel({rows}, 8):"):
             self.lines.add(f"{s.part}[r, c] = {s.part}[r, c] + {s.reduce.src}[r, n * 8 + c]")
 
+    # ---------------------------------------------------------------------------------------- shared memory
+
+    def load(self, op: Load, names: Names) -> None:
+        """A tile of this role alone, written where every warp is done with the task before."""
+        self.sync()
+        transfers.load_elements(self.lines, op, names)
+        self.sync(written=True)
+
+    def sync(self, written: bool = False) -> None:
+        """Wait for every compute warp; `written`: what they wrote is then there for TMA and for products."""
+        if written:
+            self.lines.add("T.fence_proxy_async()")
+        self.lines.add(f"T.sync_threads(barrier_id={ALL_COMPUTE}, arrive_count={self.kernel.compute_threads})")
+
     # ---------------------------------------------------------------------------------------- results
 
-    def stage(self, op: Cast) -> None:
-        """Round into the memory that the result leaves from; without one, the store rounds."""
-        host = self.kernel.staging.get(op.dst)
-        for columns in self.panels(op.dst, host) if host else []:
-            source = op.src.name if columns is None else f"{op.src}[:, {columns[0]}:{columns[1]}]"
-            self.lines.add(f"T.copy({source}, {self.panel_text(host, columns)})")
-
     def store(self, op: Store, names: Names) -> None:
-        host = self.kernel.staging.get(op.src)
-        if not ops.is_plain(op.dst, op.src, self.program):
-            with (
-                self.lines.block(ops.parallel(op.src)),
-                self.lines.block(f"if {ops.valid_text(op.dst, op.src, names)}:"),
-            ):
-                self.lines.add(f"{ops.element_text(op.dst, names)} = {ops.index(op.src)}")
-        elif host:
-            for columns in self.panels(op.src, host):
-                block = ops.block_text(op.dst, op.src, names, columns)
-                self.lines.add(f"T.copy({self.panel_text(host, columns)}, {block})")
+        """A result leaves through the memory of an operand where it has one, in one piece where all its rows count."""
+        lines, host = self.lines, self.kernel.staging.get(op.src)
+        source = next((o.src for o in self.program.body if isinstance(o, Cast) and o.dst == op.src), op.src)
+        if transfers.is_plain(op.dst, op.src, self.program):
+            self.store_block(op, source, host, names)
+            return
+        if host:
+            whole = f"{scalar_text(op.dst.rows, names)} == {op.src.shape[0]}"
+            with lines.block(f"if {whole}:"):
+                self.store_block(op, source, host, names)
+            with lines.block("else:"):
+                transfers.store_elements(lines, op, source.name, names)
         else:
-            source = next((o.src for o in self.program.body if isinstance(o, Cast) and o.dst == op.src), op.src)
-            self.lines.add(f"T.copy({source}, {ops.block_text(op.dst, op.src, names)})")
+            transfers.store_elements(lines, op, source.name, names)
+
+    def store_block(self, op: Store, source: Tile, host: Tile | None, names: Names) -> None:
+        if host is None:
+            self.lines.add(f"T.copy({source}, {transfers.block_text(op.dst, op.src, names)})")
+            return
+        self.sync()
+        for columns in self.panels(op.src, host):
+            part = source.name if columns is None else f"{source}[:, {columns[0]}:{columns[1]}]"
+            self.lines.add(f"T.copy({part}, {self.panel_text(host, columns)})")
+        self.sync(written=True)
+        for columns in self.panels(op.src, host):
+            block = transfers.block_text(op.dst, op.src, names, columns)
+            self.lines.add(f"T.copy({self.panel_text(host, columns)}, {block})")
 
     def panels(self, result: Tile, host: Tile) -> list[tuple[int, int] | None]:
         """Column ranges: all at once where the widths agree, else the 64-column panels of the shared layout."""
@@ -408,8 +462,7 @@ class _Compute(_Role):
             return [None]
         return [(c, c + 64) for c in range(0, result.shape[1], 64)]
 
-    def panel_text(self, host: Tile | None, columns: tuple[int, int] | None) -> str:
-        assert host is not None
+    def panel_text(self, host: Tile, columns: tuple[int, int] | None) -> str:
         slot = self.slot(self.kernel.channels[host], "0")[0]
         return f"{host}[{slot}, :, {f'{columns[0]}:{columns[1]}' if columns else ':'}]"
 

@@ -38,6 +38,11 @@ def registers(groups: int, columns: int) -> tuple[int, int]:
     return (24, 240) if columns > 192 else (40, 232)
 
 
+def follows(arch: str) -> bool:
+    """Can a kernel be launched before the one in front of it is done, and wait inside? From compute capability 9.0."""
+    return arch.endswith("a")
+
+
 class LimitError(ValueError):
     """A kernel does not fit; the message says what, how much, and what the limit is."""
 

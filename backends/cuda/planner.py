@@ -12,12 +12,15 @@ from fa_multi.spec import AttentionSpec
 from fa_multi.tiles import Load, Op
 
 from .limits import SHARED_BYTES, SHARED_RESERVE
+from .transfers import box_rows
 
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 256
 PADDED = (32, 64, 96, 128, 192, 256)  # columns on chip: whole swizzle atoms of 32 or 64 elements
 MULTIPROCESSORS = 132  # of an H100 or H200; others are near enough for a number of splits
-MIN_SPLIT_TILES = 4
+MAX_SPLITS = 128
+TASK_KEYS, COMBINE_KEYS = 192, 256  # time of a task's start and end, and of a combination, as keys read meanwhile
+COMBINE_ROWS = 4  # a row per warp: there are few rows to combine, and all of them should be under way at once
 PERSISTENT = 132  # any number > 0: blocks share the tasks in a loop; how many blocks there are is a launch argument
 
 
@@ -25,21 +28,23 @@ PERSISTENT = 132  # any number > 0: blocks share the tasks in a loop; how many b
 class CudaPlan(Plan):
     """late_rescale: rescale the accumulator at the end of a trip, once the product that read it is done, and not behind
     the next score product. pin: wait again, for a barrier already passed, between the softmax and the end of the output
-    product, so that the compiler does not move that end in front of the softmax (it moves no code over a loop)."""
+    product, so that the compiler does not move that end in front of the softmax (it moves no code over a loop).
+    read_once: no other task reads the keys, so they are the first to leave the L2."""
 
     late_rescale: bool = True
     pin: bool = False
+    read_once: bool = False
 
     __hash__ = Plan.__hash__
 
     def __str__(self) -> str:
-        extra = (", late rescale" if self.late_rescale else "") + (", pinned" if self.pin else "")
-        return super().__str__() + extra
+        names = {"late rescale": self.late_rescale, "pinned": self.pin, "keys read once": self.read_once}
+        return ", ".join([super().__str__(), *(name for name, on in names.items() if on)])
 
 
 def role_of(op: Op) -> str:
-    """One warp loads, by TMA; the warpgroups compute."""
-    return "loader" if isinstance(op, Load) else "compute"
+    """One warp loads what TMA can copy; the warpgroups compute."""
+    return "loader" if isinstance(op, Load) and box_rows(op.src, op.dst) else "compute"
 
 
 def refusal(spec: Spec) -> str | None:
@@ -63,6 +68,8 @@ def roles_plan(spec: AttentionSpec) -> CudaPlan:
     d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
     if d != dv and (d % 64 or dv % 64):  # results leave through q's memory in panels of 64 columns
         d = dv = max(d, dv)
+    if spec.addressing.pack_group:
+        return few_rows_plan(d, dv)
     bounded = bool(spec.mask.tags())  # fewer key tiles per query tile: more of them start and end
     if max(d, dv) <= 64:
         if bounded:
@@ -78,25 +85,37 @@ def roles_plan(spec: AttentionSpec) -> CudaPlan:
     return _hopper(d, dv, 128, keys, groups=2, queries=1, late_rescale=False, pin=True)
 
 
+def few_rows_plan(d: int, dv: int) -> CudaPlan:
+    """The plan for few queries, as in decode: the loads are all that matters, so as many bytes as fit are under way."""
+    stages = 8 if max(d, dv) <= 64 else 4 if max(d, dv) <= 128 else 3
+    return _hopper(d, dv, 64, 64, groups=1, ping_pong=False, stages=stages, read_once=True)
+
+
 def _hopper(
     d: int, dv: int, m: int, n: int, *, groups: int, ping_pong: bool = True, stages: int = 2, queries: int = 2,
-    late_rescale: bool = True, pin: bool = False,
+    late_rescale: bool = True, pin: bool = False, read_once: bool = False,
 ) -> CudaPlan:  # fmt: skip
     # Ring positions run on over tasks, so a depth that is no power of two would cost a division in every trip.
     depth: Mapping[str, int] = MappingProxyType({"q": queries, "k": stages, "v": stages})
-    return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin)
+    return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin, read_once)
 
 
 def choose_splits(plan: Plan, rows: int, keys: int) -> int:
-    """Enough tasks for two waves over the multiprocessors, as long as each has a few key tiles."""
-    tasks = max(1, rows // plan.block_m)
-    return max(1, min(2 * MULTIPROCESSORS // tasks, keys // (MIN_SPLIT_TILES * plan.block_n)))
+    """The number of splits that takes the least time, in keys read: tasks run in waves over the multiprocessors, each
+    costs its share of the key tiles and a start, and results that are split must be combined."""
+    tasks, tiles = max(1, rows // plan.block_m), -(-keys // plan.block_n)
+
+    def cost(splits: int) -> int:
+        waves = -(-tasks * splits // MULTIPROCESSORS)
+        return waves * (-(-tiles // splits) * plan.block_n + TASK_KEYS) + (COMBINE_KEYS if splits > 1 else 0)
+
+    return min(range(1, max(2, min(tiles, MAX_SPLITS) + 1)), key=cost)
 
 
 def portable_plan(spec: Spec, arch: str) -> Plan:
     """The plan of the portable form: the widest key tile that fits, with 64 rows for the four warps of a block."""
     if isinstance(spec, CombineSpec):
-        return Plan(64, 1, padded(spec.head_dim), padded(spec.head_dim))
+        return Plan(COMBINE_ROWS, 1, padded(spec.head_dim), padded(spec.head_dim))
     d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
     for n in (64, 32, 16):
         fits = 2 * (64 * max(d, dv) + n * (d + dv)) + SHARED_RESERVE <= SHARED_BYTES[arch]

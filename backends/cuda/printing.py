@@ -52,14 +52,14 @@ def scalar_text(value: Scalar, names: Names) -> str:
     if value.op == "//":
         return f"T.truncdiv({a}, {b})"
     if value.op == "ceildiv":
-        above = str(value.b.value - 1) if isinstance(value.b, Const) else f"{_factor(b)} - 1"
+        above = str(value.b.value - 1) if isinstance(value.b, Const) else f"{bracketed(b)} - 1"
         return f"T.truncdiv({a} + {above}, {b})"
     if value.op == "*":
-        return f"{_factor(a)} * {_factor(b)}"
-    return f"{a} {value.op} {_factor(b) if value.op == '-' else b}"
+        return f"{bracketed(a)} * {bracketed(b)}"
+    return f"{a} {value.op} {bracketed(b) if value.op == '-' else b}"
 
 
-def _factor(text: str) -> str:
+def bracketed(text: str) -> str:
     """`text` in brackets if it has an operator outside of brackets."""
     depth = 0
     for c in text:
@@ -83,7 +83,7 @@ def expr_text(e: Expr, columns: bool, names: Names) -> str:
     if isinstance(e, HeadValue):
         *outer, head = (scalar_text(i, names) for i in e.index)
         if e.group is not None:
-            row = f"{_factor(scalar_text(e.row0, names))} + r"
+            row = f"{bracketed(scalar_text(e.row0, names))} + r"
             head = f"{head} + T.truncmod({row}, {scalar_text(e.group, names)})"
         return f"{tensor_name(e.tensor.name)}[{', '.join([*outer, head])}]"
     if isinstance(e, Position):
@@ -98,7 +98,7 @@ def expr_text(e: Expr, columns: bool, names: Names) -> str:
         return f"T.{e.op}({a}, {b})"
     if e.op == "+":
         return f"{a} + {b}"
-    return f"{a} - {_factor(b)}" if e.op == "-" else f"{_factor(a)} {e.op} {_factor(b)}"
+    return f"{a} - {bracketed(b)}" if e.op == "-" else f"{bracketed(a)} {e.op} {bracketed(b)}"
 
 
 def _position(e: Position, names: Names) -> str:
@@ -114,12 +114,12 @@ def _scaled(e: Expr, factor: float, columns: bool, names: Names) -> str:
     m * k is the same for a whole row."""
     if isinstance(e, Arith) and e.op in ("+", "-"):
         a, b = _scaled(e.a, factor, columns, names), _scaled(e.b, factor, columns, names)
-        return f"{a} {e.op} {_factor(b) if e.op == '-' and not _is_product(e.b) else b}"
+        return f"{a} {e.op} {bracketed(b) if e.op == '-' and not _is_product(e.b) else b}"
     if isinstance(e, Arith) and e.op == "*" and isinstance(e.b, Number):
         return _scaled(e.a, factor * e.b.value, columns, names)
     if isinstance(e, Number):
         return repr(e.value * factor)
-    return f"{_factor(expr_text(e, columns, names))} * {factor!r}"
+    return f"{bracketed(expr_text(e, columns, names))} * {factor!r}"
 
 
 def _is_product(e: Expr) -> bool:

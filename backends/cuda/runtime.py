@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from fa_multi import workspace
 from fa_multi.cache import digest, store_text
 from fa_multi.plan import Plan
 from fa_multi.programs import Spec, tensors
 from fa_multi.scalars import Var
 
 from .. import Launch, Lowered
-from . import emit, emit_ops, limits, planner
+from . import emit, emit_ops, limits, planner, scheduling
 
 KIND = "cuda"  # folder of the cache
 TMA_ALIGNMENT = 16  # bytes, of a pointer and of every stride
@@ -157,28 +158,31 @@ class _Launcher:
         launch(*values)
 
     def choose(self, out: torch.Tensor) -> Launch:
-        function, extra = self.kernel(self.tma and takes_tma(out), self.aligned and aligned(out))
+        function, extra, queued = self.kernel(self.tma and takes_tma(out), self.aligned and aligned(out))
         restrided = dict(self.restrided)
         if legal_strides(out) != out.stride():
             restrided[self.out] = (tuple(out.shape), legal_strides(out))
-        if not restrided:
+        if not (restrided or queued):
             return lambda *values: function(*values, *extra)
 
         def launch(*values: torch.Tensor) -> None:
             views = list(values)
             for n, (shape, strides) in restrided.items():
                 views[n] = views[n].as_strided(shape, strides)
-            function(*views, *extra)
+            counters = [workspace.counters(scheduling.TICKETS, self.device)] if queued else []
+            function(*views, *extra, *counters)
 
         return launch
 
-    def kernel(self, tma: bool, is_aligned: bool) -> tuple[Callable[..., None], list[int]]:
-        """The kernel, loaded, and its arguments behind the tensors."""
+    def kernel(self, tma: bool, is_aligned: bool) -> tuple[Callable[..., None], list[int], bool]:
+        """The kernel, loaded, its arguments behind the tensors, and whether counters come behind those."""
         lowered = emit.lower(self.spec, self.arch, is_aligned, tma)
         extra = [self.sizes[name] for name in emit_ops.scalar_arguments(lowered.program)]
+        queued = False
         if lowered.form == "roles":
             extra.append(_blocks(lowered, self.shapes, self.sizes, self.device))
-        return load(self.spec.name(), lowered.source, self.arch), extra
+            queued = scheduling.queued(lowered.roles) is not None
+        return load(self.spec.name(), lowered.source, self.arch), extra, queued
 
 
 def _blocks(lowered: Lowered, shapes: Mapping[str, torch.Size], sizes: Mapping[str, int], device: torch.device) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from ..addressing import (
     ALIBI_SLOPES,
+    BATCH,
     GROUP,
     ROW0,
     ROWS,
@@ -19,11 +22,12 @@ from ..addressing import (
 )
 from ..masks import Interval
 from ..plan import Plan
-from ..scalars import Const, Scalar, Var, ceildiv, maximum, minimum
+from ..scalars import Const, Element, Scalar, Var, ceildiv, maximum, minimum
 from ..spec import AttentionSpec
 from ..tiles import (
     Cast,
     Expr,
+    Fill,
     HeadValue,
     Load,
     Loop,
@@ -70,7 +74,8 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
         Map(tiles.m, Number(LOWEST_MAX)),
         Map(tiles.l, Number(0.0)),
         Map(tiles.acc, Number(0.0)),
-        Loop(J, trips, _loop_body(tiles, where, visible, args), _phases(bool(visible.lower) or spec.split, trips)),
+        # from the last key tile to the first, so that what is past the keys is in the first trip
+        Loop(J, trips, _loop_body(tiles, where, visible, args), _phases(bool(visible.lower), trips), True),
     ]
     if spec.sink and not spec.split:
         ops += _fold_sink(tiles, where)
@@ -79,7 +84,16 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
     ops += [Store(where.rows(args["out"]), tiles.out)]
     if "lse" in args:
         ops += [Map(tiles.lse, _lse(tiles, where)), Store(where.rows(args["lse"]), tiles.lse)]
-    return Program(spec.name(), where.axes, tuple(args.values()), (*where.lets, *tile_lets), tuple(ops))
+    fills = _fills(args) if spec.addressing.queries == "packed" else ()
+    lets = (*where.lets, *tile_lets)
+    return Program(spec.name(), where.axes, tuple(args.values()), lets, tuple(ops), fills, where.ragged)
+
+
+def _fills(args: dict[str, Tensor]) -> tuple[Fill, ...]:
+    """Rows past the last of the packed sequences see no key."""
+    end = Element("cu_seqlens_q", (BATCH,))
+    nothing = {"out": 0.0, "lse": -math.inf}
+    return tuple(Fill(args[name], end, value) for name, value in nothing.items() if name in args)
 
 
 class _Tiles:
@@ -108,16 +122,17 @@ def _tile_lets(where: Layout, visible: Interval, block_n: int) -> tuple[tuple[Va
         return visible.tile_lets(first, last, block_n)
     lets = visible.tile_lets(first, last, block_n, prefix="all_")
     hi, full_hi = Var("all_tile_hi"), Var("all_full_hi")
-    lo, full_lo = (Var("all_tile_lo"), Var("all_full_lo")) if visible.lower else (Const(0), Const(0))
+    lo: Scalar = Var("all_tile_lo") if visible.lower else Const(0)
     share = Var("share")
-    return (
-        *lets,
+    mine: list[tuple[Var, Scalar]] = [
         (share, maximum(ceildiv(hi - lo, SPLITS), SPLIT_TILES)),
         (TILE_LO, minimum(lo + SPLIT * share, hi)),
         (TILE_HI, minimum(TILE_LO + share, hi)),
-        (FULL_LO, minimum(maximum(full_lo, TILE_LO), TILE_HI)),
-        (FULL_HI, maximum(minimum(full_hi, TILE_HI), FULL_LO)),
-    )
+    ]
+    if visible.lower:
+        mine.append((FULL_LO, minimum(maximum(Var("all_full_lo"), TILE_LO), TILE_HI)))
+    mine.append((FULL_HI, maximum(minimum(full_hi, TILE_HI), FULL_LO if visible.lower else TILE_LO)))
+    return (*lets, *mine)
 
 
 def _phases(bounded_below: bool, trips: Scalar) -> tuple[Phase, ...]:

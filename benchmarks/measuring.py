@@ -1,0 +1,93 @@
+"""What the GPU benchmarks share: timing in alternating order, graphs, what it was measured on, results as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fa_multi.cache import write_atomic
+
+Run = Callable[[], Any]
+
+
+def time_all(runs: dict[str, Run], rounds: int, milliseconds: float) -> dict[str, float]:
+    """Median milliseconds of each, in alternating order, each measurement over at least `milliseconds` of work."""
+    repeats = {name: max(3, math.ceil(milliseconds / max(_time(run, 2), 1e-2))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for n in range(rounds):
+        for name in list(runs) if n % 2 == 0 else reversed(runs):
+            times[name].append(_time(runs[name], repeats[name]))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def _time(run: Run, repeats: int) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+def in_graph(calls: Sequence[Run]) -> Run:
+    """One replay of a CUDA graph that makes all calls, one after the other."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative L2 error; NaN where there is any."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def meta() -> dict[str, Any]:
+    """What the numbers were measured on and with."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "versions": {name: _version(name) for name in ("tilelang", "fa3_fwd")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def ratios(rows: Sequence[dict[str, Any]], unit: str, against: str) -> str:
+    """Geometric mean and smallest ratio to a peer, in a unit where more is better."""
+    found = [r[unit]["fa_multi"] / r[unit][against] for r in rows if against in r[unit]]
+    if not found:
+        return f"{against}: not here"
+    mean = math.exp(statistics.fmean(map(math.log, found)))
+    return f"fa_multi / {against}: geometric mean {mean:.3f}, smallest {min(found):.3f}, of {len(found)} rows"
+
+
+def write(path: Path, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """The results of one run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"meta": about, "rows": list(rows)}, indent=1) + "\n")
+    print(f"wrote {path}")
