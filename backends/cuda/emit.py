@@ -21,7 +21,7 @@ def lower_roles(spec: AttentionSpec, plan: planner.CudaPlan | None = None) -> Lo
     """The role form (Hopper), with the planner's plan unless another is given."""
     plan = plan or planner.roles_plan(spec)
     program = build(spec, plan)
-    roles = cut(program, plan, planner.role_of, memory="shared", skew={"compute": plan.skew})
+    roles = cut(program, plan, functools.partial(planner.role_of, plan), memory="shared", skew={"compute": plan.skew})
     compute = overlap(roles.role("compute"), plan.late_rescale)
     roles = replace(roles, roles=tuple(compute if r.role == "compute" else r for r in roles.roles))
     depth = {c.tile: c.depth for c in roles.channels}

@@ -1,5 +1,5 @@
-"""The role form (Hopper): one warp loads by TMA, one to three warpgroups compute; rings of slots in shared memory with
-ready and free barriers between them. Printed from the role programs, op by op."""
+"""The role form (Hopper): a warp or two load by TMA, one to three warpgroups compute; rings of slots in shared memory
+with ready and free barriers between them. Printed from the role programs, op by op."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL_COMPUTE = 10
 OWN_GROUP = 11  # and on, one per warpgroup (threads 128 and on)
 HEADER = '''"""{title}
 
-Role form: warp 0 loads tiles by TMA, warpgroups 1 to {groups} compute. Generated; the tile program it comes from:
+Role form: {loaders} by TMA, {groups} warpgroups compute. Generated; the tile program it comes from:
 
 {program}
 """
@@ -134,7 +134,8 @@ class _Kernel:
             ):
                 self.body()
             lines.add("", "return main")
-        header = HEADER.format(title=self.program.name, groups=self.plan.groups, program=self.program)
+        loaders = "warp 0 loads" if self.plan.loaders == 1 else "warps 0 and 1 load"
+        header = HEADER.format(title=self.program.name, loaders=loaders, groups=self.plan.groups, program=self.program)
         for tile in self.unclean:
             rows, columns = tile.shape
             header += CLEAR_TAIL.format(rows=rows, chunks=columns // 8, dtype=tile.dtype, barrier=OWN_GROUP - 1)
@@ -168,8 +169,9 @@ class _Kernel:
         loader, compute = registers(self.plan.groups, self.plan.head_dim_v)
         with lines.block(f"if thread < {GROUP}:"):
             lines.add(f"T.set_max_nreg({loader}, 0)")
-            with lines.block(f"if thread < {WARP}:"):
-                self.schedule.tasks(_Loader(self))
+            for n, name in enumerate(r.role for r in self.roles.roles if r.role != "compute"):
+                with lines.block(f"{'el' * (n > 0)}if thread < {WARP * (n + 1)}:"):
+                    self.schedule.tasks(_Loader(self, name))
         with lines.block("else:"):
             lines.add(f"T.set_max_nreg({compute}, 1)")
             for fill in self.program.fills:
@@ -178,7 +180,7 @@ class _Kernel:
                 lines.add("# warpgroups take turns: 2 lets 1 go first")
                 with lines.block(f"if thread >= {2 * GROUP}:"):
                     lines.add(f"T.named_barrier_arrive(8, {2 * GROUP})")
-            self.schedule.tasks(_Compute(self))
+            self.schedule.tasks(_Compute(self, "compute"))
 
 
 def _shape(tile: Tile) -> str:
@@ -191,10 +193,8 @@ def _shape(tile: Tile) -> str:
 class _Role:
     """Text of one role's task. Positions: a ring turns once per trip or once per task, on over all tasks."""
 
-    name: str
-
-    def __init__(self, kernel: _Kernel) -> None:
-        self.kernel, self.lines, self.program = kernel, kernel.lines, kernel.program
+    def __init__(self, kernel: _Kernel, name: str) -> None:
+        self.kernel, self.lines, self.program, self.name = kernel, kernel.lines, kernel.program, name
         inner = self.program.axes[-1][0].name
         self.axes_known = False
         self.scalars = ops.TaskScalars(self.program, {inner})
@@ -244,10 +244,8 @@ class _Role:
 
 
 class _Loader(_Role):
-    name = "loader"
-
     def task(self) -> None:
-        body = self.kernel.roles.role("loader").body
+        body = self.kernel.roles.role(self.name).body
         for op in body:
             self.require(replace(op, phases=()) if isinstance(op, StagedLoop) else op)
             if isinstance(op, StagedLoop):
@@ -297,8 +295,6 @@ class _Loader(_Role):
 
 
 class _Compute(_Role):
-    name = "compute"
-
     def task(self) -> None:
         lines, k = self.lines, self.kernel
         for op in _release_staged_last(k.roles.role("compute").body, k.staging):

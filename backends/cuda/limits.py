@@ -29,12 +29,18 @@ ROLES_ARCH = "sm_90a"  # the one with wgmma: only there does the role form exist
 SHARED_RESERVE = KIB
 
 
+L2_BYTES = 32 << 20  # of the L2, for keys and values that are read again: of the H100's 50 MB, with room for the rest
+
+
 def registers(groups: int, columns: int) -> tuple[int, int]:
     """Registers of a thread of the loader and of the compute warpgroups (setmaxnreg), for an accumulator of so many
     columns. Together at most what the block is launched with, 168 a thread for three warpgroups, 128 for four; more
-    than that would wait for ever. 24 are few for the loader, so it has 40 where the accumulator leaves room."""
+    than that would wait for ever. 24 are few for the loader, so it has 40 where the accumulator leaves room, and with
+    one compute warpgroup there is room for all."""
     if groups == 3:
         return 32, 160
+    if groups == 1:
+        return 96, 232
     return (24, 240) if columns > 192 else (40, 232)
 
 

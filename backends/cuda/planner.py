@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from fa_multi.plan import Plan
@@ -29,22 +29,27 @@ class CudaPlan(Plan):
     """late_rescale: rescale the accumulator at the end of a trip, once the product that read it is done, and not behind
     the next score product. pin: wait again, for a barrier already passed, between the softmax and the end of the output
     product, so that the compiler does not move that end in front of the softmax (it moves no code over a loop).
-    read_once: no other task reads the keys, so they are the first to leave the L2."""
+    read_once: no other task reads the keys, so they are the first to leave the L2. loaders: warps that load; with two,
+    one takes the values: issuing many small copies takes time."""
 
     late_rescale: bool = True
     pin: bool = False
     read_once: bool = False
+    loaders: int = 1
 
     __hash__ = Plan.__hash__
 
     def __str__(self) -> str:
         names = {"late rescale": self.late_rescale, "pinned": self.pin, "keys read once": self.read_once}
-        return ", ".join([super().__str__(), *(name for name, on in names.items() if on)])
+        loaders = [f"{self.loaders} loaders"] if self.loaders > 1 else []
+        return ", ".join([super().__str__(), *(name for name, on in names.items() if on), *loaders])
 
 
-def role_of(op: Op) -> str:
-    """One warp loads what TMA can copy; the warpgroups compute."""
-    return "loader" if isinstance(op, Load) and box_rows(op.src, op.dst) else "compute"
+def role_of(plan: CudaPlan, op: Op) -> str:
+    """One warp or two load what TMA can copy; the warpgroups compute."""
+    if not (isinstance(op, Load) and box_rows(op.src, op.dst)):
+        return "compute"
+    return "value loader" if plan.loaders == 2 and op.src.tensor.name == "v" else "loader"
 
 
 def refusal(spec: Spec) -> str | None:
@@ -88,16 +93,16 @@ def roles_plan(spec: AttentionSpec) -> CudaPlan:
 def few_rows_plan(d: int, dv: int) -> CudaPlan:
     """The plan for few queries, as in decode: the loads are all that matters, so as many bytes as fit are under way."""
     stages = 8 if max(d, dv) <= 64 else 4 if max(d, dv) <= 128 else 3
-    return _hopper(d, dv, 64, 64, groups=1, ping_pong=False, stages=stages, read_once=True)
+    return replace(_hopper(d, dv, 64, 64, groups=1, ping_pong=False, stages=stages), read_once=True, loaders=2)
 
 
 def _hopper(
     d: int, dv: int, m: int, n: int, *, groups: int, ping_pong: bool = True, stages: int = 2, queries: int = 2,
-    late_rescale: bool = True, pin: bool = False, read_once: bool = False,
+    late_rescale: bool = True, pin: bool = False,
 ) -> CudaPlan:  # fmt: skip
     # Ring positions run on over tasks, so a depth that is no power of two would cost a division in every trip.
     depth: Mapping[str, int] = MappingProxyType({"q": queries, "k": stages, "v": stages})
-    return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin, read_once)
+    return CudaPlan(m, n, d, dv, depth, 1, 1, groups, ping_pong, PERSISTENT, late_rescale, pin)
 
 
 def choose_splits(plan: Plan, rows: int, keys: int) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fa_multi.addressing import BLOCK, B, H
+from fa_multi.addressing import BLOCK, GROUP, B, H
 from fa_multi.roles import Acquire, Await, Channel, Roles
-from fa_multi.tiles import Program
+from fa_multi.tiles import Load, Loop, Program
 
 from . import emit_ops as ops
+from .limits import L2_BYTES
 from .printing import Lines, bracketed, scalar_text
 
 if TYPE_CHECKING:
@@ -75,9 +76,12 @@ class Fixed:
 
 class Queue:
     """Blocks draw tickets from a counter in device memory, so that no block waits for another whatever the lengths are.
-    Units are numbered without gaps, batch entry by entry and head by head, long tasks first; a block finds the entry of
-    its next unit by walking on from the last one. The loader draws, and the unit travels with `carrier`, whose content
-    is loaded once per task; -1 is the end. The last block sets the counter back for the next launch."""
+
+    Units are numbered without gaps, batch entry by entry; within one, heads whose keys fit into the L2 together form a
+    section, and in a section long tasks (late blocks of rows) come first, so that only short ones run last. The loader
+    draws, and finds the batch entry by walking on from the last one. What it found travels with `carrier`, which is sent
+    once per task; unit -1 is the end. The last block sets the counter back for the next launch.
+    """
 
     arguments = (f'tickets: T.Tensor(({TICKETS},), "int32")',)
 
@@ -87,11 +91,14 @@ class Queue:
         self.program, self.carrier = program, carrier
         (_, self.batch), (_, self.heads), _ = program.axes
         self.extent = program.ragged[1]
+        inner = (H.name, BLOCK.name)
+        self.of_entry = [v for v, _ in program.lets if not any(ops.depends_on(program, v, name) for name in inner)]
+        self.fields = [v.name for v in (B, H, BLOCK, *self.of_entry)]
 
     def declare(self, lines: Lines) -> None:
-        lines.add(f'next_unit = T.alloc_shared(({self.carrier.depth},), "int32")')
+        lines.add(f'next_task = T.alloc_shared(({self.carrier.depth}, {len(self.fields) + 1}), "int32")')
         lines.add('ticket = T.alloc_local((1,), "int32")')
-        _declare(lines, self.program, ["unit", "before", "here", f"{BLOCK}_count"])
+        _declare(lines, self.program, ["unit", "before", "here", "near", "section", "place", f"{BLOCK}_count"])
 
     def tasks(self, role: _Role) -> None:
         self.draw(role) if role.name == self.carrier.producer else self.receive(role)
@@ -101,11 +108,9 @@ class Queue:
         lines.add("unit = block", f"{B} = -1")
         with lines.block("while unit >= 0:"):
             self.seek(role)
-            with lines.block(f"if {B} == {scalar_text(self.batch, {})}:"):
-                lines.add("unit = -1")
             role.step(Acquire(self.carrier), "0")
             with lines.block("if thread == 0:"):
-                lines.add(f"next_unit[{slot}] = unit")
+                lines.add(*(f"next_task[{slot}, {n}] = {name}" for n, name in enumerate(["unit", *self.fields])))
             with lines.block("if unit >= 0:"):
                 role.task()
                 with lines.block("if thread == 0:"):
@@ -119,27 +124,41 @@ class Queue:
                 lines.add(*(f"tickets[{n}] = 0" for n in range(TICKETS)))
 
     def receive(self, role: _Role) -> None:
-        lines = role.lines
-        lines.add("unit = 0", f"{B} = -1")
+        lines, slot = role.lines, role.slot(self.carrier, "0")[0]
         with lines.block("while unit >= 0:"):
             role.step(Await(self.carrier), "0")
-            lines.add(f"unit = next_unit[{role.slot(self.carrier, '0')[0]}]")
+            lines.add(f"unit = next_task[{slot}, 0]")
             with lines.block("if unit >= 0:"):
-                self.seek(role)
+                lines.add(*(f"{name} = next_task[{slot}, {n + 1}]" for n, name in enumerate(self.fields)))
+                role.scalars.done.update(self.fields)
                 role.task()
 
     def seek(self, role: _Role) -> None:
-        """The task of a unit. `before`: units of the entries in front of b; `here`: units of b."""
-        lines, batch, count = role.lines, scalar_text(self.batch, {}), f"{BLOCK}_count"
+        """The task of a unit. `before`: units of the entries in front of b; `here`: units of b; `near`: heads of a
+        section."""
+        lines, batch, heads = role.lines, scalar_text(self.batch, {}), scalar_text(self.heads, {})
         lines.add("# walk on to the entry that the unit belongs to")
         with lines.block(f"while T.And(unit - before >= here, {B} < {batch}):"):
             lines.add("before = before + here", f"{B} = {B} + 1", "here = 0")
             with lines.block(f"if {B} < {batch}:"):
-                role.scalars.require(lines, [self.extent])
-                lines.add(f"{count} = {scalar_text(self.extent, {})}")
-                lines.add(f"here = {count} * {scalar_text(self.heads, {})}")
-        lines.add(f"{H} = T.truncdiv(unit - before, T.max({count}, 1))")
-        lines.add(f"{BLOCK} = {count} - 1 - (unit - before - {H} * {count})")
+                role.scalars.require(lines, self.of_entry)
+                lines.add(f"{BLOCK}_count = {scalar_text(self.extent, {})}", f"here = {BLOCK}_count * {heads}")
+                lines.add(f"near = T.min({self.heads_near()}, {heads})")
+        with lines.block(f"if {B} == {batch}:"):
+            lines.add("unit = -1")
+        with lines.block("else:"):
+            lines.add(f"section = T.truncdiv(unit - before, near * {BLOCK}_count) * near")
+            lines.add(f"place = unit - before - section * {BLOCK}_count", f"near_now = T.min(near, {heads} - section)")
+            lines.add(f"{H} = section + T.truncmod(place, near_now)")
+            lines.add(f"{BLOCK} = {BLOCK}_count - 1 - T.truncdiv(place, near_now)")
+
+    def heads_near(self) -> str:
+        """Query heads whose keys and values fit into the L2."""
+        loop = next(op for op in self.program.body if isinstance(op, Loop))
+        row = sum(op.dst.bytes // op.dst.shape[0] for op in loop.body if isinstance(op, Load))
+        known = {v.name for v, _ in self.program.lets}
+        keys = "len_k" if "len_k" in known else "seqlen_k"
+        return f"T.max(T.truncdiv({L2_BYTES // row}, T.max({keys}, 1)), 1) * {GROUP}"
 
     def place(self, lines: Lines) -> None:
         """The axes are known from `seek`."""
