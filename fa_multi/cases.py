@@ -35,7 +35,10 @@ class Case:
     """One attention call. `values` shapes the random inputs, `view` lays them out in memory; both keep the meaning.
 
     name: letters, digits, and _ . - (it names files). dtype: a key of DTYPES. head_dim_v: head_dim if None.
-    values: a key of VALUES. view: a key of VIEWS. The rest is as in `fa_multi.attention`.
+    values: a key of VALUES. view: a key of VIEWS.
+    lengths: (queries, keys) of every sequence, in place of batch, seqlen_q and seqlen_k: a call of `attention_varlen`,
+    or with a page_size of `attention_paged`, whose pool has pages in any order and NaN in every slot that is not used.
+    The rest is as in those functions.
     """
 
     name: str
@@ -57,16 +60,33 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     sink: str = "none"
+    lengths: tuple[tuple[int, int], ...] = ()
+    page_size: int = 0
+    num_splits: int = 0
 
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `fa_multi.attention` and the reference."""
+        """Keyword arguments of the call that are no tensors."""
+        chosen = self.options()
+        if self.lengths:
+            del chosen["layout"]
+            _, seqlen_q, seqlen_k = self.sizes()
+            chosen |= {"max_seqlen_q": seqlen_q} if self._packed_queries() else {}
+            chosen |= {"num_splits": self.num_splits} if self.page_size else {"max_seqlen_k": seqlen_k}
+        return chosen
+
+    def options(self) -> dict[str, Any]:
+        """Those that the reference takes too."""
         chosen = {name: getattr(self, name) for name in OPTIONS}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         more = {name: getattr(self, name) for name in MORE_OPTIONS if getattr(self, name) != defaults[name]}
         return chosen | more
 
     def extras(self, seed: int = 0) -> dict[str, Any]:
-        """The tensors that are keyword arguments: alibi_slopes and sink, (heads_q,) float32 on the CPU."""
+        """The tensors that are keyword arguments, on the CPU: lengths and tables, int32; numbers by head, float32."""
+        return {**self._addresses(seed), **self.head_numbers(seed)}
+
+    def head_numbers(self, seed: int = 0) -> dict[str, Any]:
+        """alibi_slopes and sink, (heads_q,) float32."""
 
         def draw(name: str) -> torch.Tensor:
             return torch.from_numpy(normal(key(seed, self.name, name), 0, self.heads_q)).float()
@@ -81,13 +101,26 @@ class Case:
         return found
 
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes of q, k and v as (batch, seq, heads, dim), whatever the layout."""
+        """Shapes of q, k and v as (batch, seq, heads, dim), whatever the layout; sequences one behind the other."""
         dv = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        batch, queries, keys = self.batch, self.seqlen_q, self.seqlen_k
+        if self.lengths:
+            batch, queries, keys = 1, *(sum(n) for n in zip(*self.lengths))
         return {
-            "q": (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
-            "k": (self.batch, self.seqlen_k, self.heads_k, self.head_dim),
-            "v": (self.batch, self.seqlen_k, self.heads_k, dv),
+            "q": (batch, queries, self.heads_q, self.head_dim),
+            "k": (batch, keys, self.heads_k, self.head_dim),
+            "v": (batch, keys, self.heads_k, dv),
         }
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(sequences, longest queries, longest keys)."""
+        if not self.lengths:
+            return self.batch, self.seqlen_q, self.seqlen_k
+        return len(self.lengths), *(max(n) for n in zip(*self.lengths))
+
+    def argument_names(self) -> tuple[str, str, str]:
+        """Names of the three tensors that the call takes by position."""
+        return ("q", "k_cache", "v_cache") if self.page_size else ("q", "k", "v")
 
     def inputs(self, seed: int = 0) -> Tensors:
         """q, k, v on the CPU in the case's dtype, layout and view, bit-identical on every machine.
@@ -95,7 +128,55 @@ class Case:
         Drawn in float64 and rounded, a piece at a time: little more memory than the result.
         """
         q, k, v = (self._draw(name, shape, seed) for name, shape in self.shapes().items())
-        return VIEWS[self.view](q, k, v, self.layout)
+        if not self.lengths:
+            return VIEWS[self.view](q, k, v, self.layout)
+        if not self._packed_queries():
+            q = q.view(len(self.lengths), -1, *q.shape[2:])
+        return q.squeeze(0) if self._packed_queries() else q, self._pool(k[0], seed), self._pool(v[0], seed)
+
+    def sequences(self, seed: int = 0) -> list[Tensors]:
+        """q, k and v of every sequence, each (1, seq, heads, dim)."""
+        q, k, v = (self._draw(name, shape, seed) for name, shape in self.shapes().items())
+        queries, keys = ([*n] for n in zip(*self.lengths))
+        return list(zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1)))
+
+    def _packed_queries(self) -> bool:
+        """Are queries packed? Those of a cache are not where all sequences have as many."""
+        return bool(self.lengths) and (not self.page_size or len({n for n, _ in self.lengths}) > 1)
+
+    def _pages(self, seed: int) -> torch.Tensor:
+        """Page numbers, one sequence behind the other, in an order drawn from the seed; one page is left over."""
+        count = sum(-(-n // self.page_size) for _, n in self.lengths)
+        return torch.from_numpy(normal(key(seed, self.name, "block_table"), 0, count + 1)).argsort()
+
+    def _pool(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+        """Packed keys or values, as pages where the call takes pages."""
+        if not self.page_size:
+            return x
+        pages, size = self._pages(seed), self.page_size
+        pool = torch.full((len(pages), size, *x.shape[1:]), math.nan, dtype=x.dtype)
+        used = 0
+        for rows in x.split([n for _, n in self.lengths]):
+            for part in rows.split(size):
+                pool[pages[used], : len(part)] = part
+                used += 1 if len(part) else 0
+        return pool
+
+    def _addresses(self, seed: int) -> dict[str, torch.Tensor]:
+        """Lengths and tables. Entries of a table that are not used are out of range."""
+        if not self.lengths:
+            return {}
+        queries, keys = (torch.tensor(n) for n in zip(*self.lengths))
+        ends = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+        names = [*(["cu_seqlens_q"] if self._packed_queries() else []), *([] if self.page_size else ["cu_seqlens_k"])]
+        found = {name: torch.cat([torch.zeros(1), ends[name].cumsum(0)]).int() for name in names}
+        if self.page_size:
+            counts = [-(-n // self.page_size) for _, n in self.lengths]
+            table = torch.full((len(counts), max(counts) + 1), -(1 << 30), dtype=torch.int32)
+            for row, pages in zip(table, self._pages(seed)[:-1].int().split(counts)):
+                row[: len(pages)] = pages
+            found |= {"block_table": table, "cache_seqlens": keys.int()}
+        return found
 
     def _draw(self, tensor: str, shape: tuple[int, int, int, int], seed: int) -> torch.Tensor:
         batch, seq, heads, dim = shape
@@ -118,8 +199,11 @@ class Case:
         words += ["window"] if tuple(self.window_size) != (-1, -1) else []
         words += [name for name in ("block_causal", "softcap", "alibi") if getattr(self, name)]
         words += ["sink"] if self.sink != "none" else []
-        words += ["decode"] if self.seqlen_q == 1 else []
-        words += ["empty_rows"] if self.causal and self.seqlen_q > self.seqlen_k else []
+        lengths = self.lengths or ((self.seqlen_q, self.seqlen_k),)
+        words += ["decode"] if self.sizes()[1] == 1 else []
+        words += ["empty_rows"] if self.causal and any(queries > keys for queries, keys in lengths) else []
+        words += ["paged" if self.page_size else "packed"] if self.lengths else []
+        words += ["split"] if self.num_splits > 1 else []
         words += [x for x in (self.layout, self.values, self.view) if x not in ("bshd", "normal", "contiguous")]
         return words
 
@@ -142,7 +226,7 @@ class Case:
             raise ValueError(f"a case must have a name, got only {', '.join(fields) or 'nothing'}")
         case = cls(**fields)
         case._check()
-        return case
+        return dataclasses.replace(case, lengths=tuple((queries, keys) for queries, keys in case.lengths))
 
     def _check(self) -> None:
         def refuse(field: str, accepted: str) -> None:
@@ -150,7 +234,8 @@ class Case:
 
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
             refuse("name", "letters, digits, '_', '.' or '-'")
-        for field in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v"):
+        numbers = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
+        for field in (*numbers, "page_size", "num_splits"):
             value = getattr(self, field)
             if not (value is None and field == "head_dim_v") and (type(value) is not int or value < 0):
                 refuse(field, "an integer >= 0")
@@ -174,6 +259,16 @@ class Case:
             or any(type(w) is not int or w < -1 for w in window)
         ):
             refuse("window_size", "two integers >= -1")
+        pairs = self.lengths if isinstance(self.lengths, (tuple, list)) else (None,)
+        if any(
+            not isinstance(n, (tuple, list)) or len(n) != 2 or any(type(x) is not int or x < 0 for x in n)
+            for n in pairs
+        ):
+            refuse("lengths", "pairs (queries, keys) of integers >= 0")
+        if self.lengths and (self.layout, self.view) != ("bshd", "contiguous"):
+            refuse("lengths", "empty where layout or view are set")
+        if self.page_size and not self.lengths:
+            refuse("page_size", "0 without lengths")
         if type(self.block_causal) is not int or self.block_causal < 0:
             refuse("block_causal", "an integer >= 0")
         if type(self.softcap) not in (int, float) or self.softcap < 0:
@@ -186,9 +281,15 @@ class Case:
             refuse("view", "one that fits: qkv_packed needs q, k and v of one shape")
 
 
-def golden(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp64 result of a case: (out in the case's layout, lse (batch, heads, seqlen_q))."""
-    return reference.attention(q, k, v, **case.kwargs(), **case.extras())
+def golden(case: Case, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of a case in fp64, or computed naively in another dtype: (out, lse) as the call returns them."""
+    options = {**case.options(), **case.head_numbers(), "dtype": dtype}
+    if not case.lengths:
+        return reference.attention(*case.inputs(), **options)
+    results = [reference.attention(*of, **options) for of in case.sequences()]
+    if len({queries for queries, _ in case.lengths}) == 1 and case.page_size:
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+    return torch.cat([out[0] for out, _ in results]), torch.cat([lse[0] for _, lse in results], -1)
 
 
 # ------------------------------------------------------------------------------------------------ values and views
@@ -353,6 +454,14 @@ CASES: tuple[Case, ...] = (
     Case(
         "everything", alibi=True, sink="normal", softcap=20.0, window_size=(60, -1), causal=True, heads_q=4, seqlen_q=9
     ),
+    # packed sequences, and caches in pages
+    Case("packed", lengths=((40, 40), (0, 5), (1, 90), (130, 150))),
+    Case("packed_causal", lengths=((33, 70), (20, 9), (0, 0), (64, 64)), causal=True, heads_q=6),
+    Case("paged_decode", lengths=((1, 70), (1, 0), (1, 33)), page_size=16, heads_q=8, head_dim=128),
+    Case("paged_split", lengths=((1, 300), (1, 17)), page_size=64, heads_q=8, num_splits=3, sink="normal"),
+    Case("paged_few", lengths=((3, 100), (3, 50)), page_size=48, causal=True, heads_q=4, dtype="fp16"),
+    Case("paged_page_1", lengths=((2, 30), (2, 7)), page_size=1, causal=True),
+    Case("paged_chunks", lengths=((40, 200), (3, 64), (1, 31)), page_size=32, causal=True, window_size=(90, -1)),
     # values
     Case("large", values="large", seqlen_q=40, seqlen_k=200, causal=True),
     Case("large_fp16", values="large", seqlen_q=40, seqlen_k=200, dtype="fp16"),

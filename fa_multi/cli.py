@@ -52,7 +52,7 @@ def cases(pattern: str, as_json: bool) -> None:
     for c in chosen:
         dims = f"{c.head_dim}" + (f"/{c.head_dim_v}" if c.head_dim_v not in (None, c.head_dim) else "")
         heads = f"{c.heads_q}" + (f"/{c.heads_k}" if c.heads_k != c.heads_q else "")
-        table.add_row(c.name, str(c.batch), str(c.seqlen_q), str(c.seqlen_k), heads, dims, " ".join(c.tags()))
+        table.add_row(c.name, *map(str, c.sizes()), heads, dims, " ".join(c.tags()))
     console.print(table)
     console.print(f"{len(chosen)} cases", style="dim")
 

@@ -21,7 +21,9 @@ Stage = Callable[[Lowered, str], Any]
 def lowered_case(case: Case, device: str, arch: str | None = None, return_lse: bool = False) -> Lowered:
     """Program, roles and kernel text of a case; needs no device. ValueError, in one line, if the lane has no kernel."""
     q, k, v = (torch.empty(shape, dtype=DTYPES[case.dtype], device="meta") for shape in case.shapes().values())
-    if case.layout == "bhsd":
+    if case.lengths:
+        q, k, v = case.inputs()
+    elif case.layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return lower(q, k, v, device=device, arch=arch, return_lse=return_lse, **case.kwargs(), **case.extras())
 

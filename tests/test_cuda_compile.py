@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,19 @@ from fa_multi.backends.cuda import emit, emit_ops, inspection, limits, planner, 
 
 import fa_multi
 from fa_multi.masks import Mask
-from fa_multi.spec import AttentionSpec
+from fa_multi.spec import Addressing, AttentionSpec
 
 compiled = pytest.mark.cuda_compile
 
+DENSE = Addressing()
 HEAD_DIMS = [(d, d) for d in planner.PADDED] + [(192, 128), (72, 40)]
 PORTABLE = [("sm_80", 128, True), ("sm_90a", 128, False), ("sm_100a", 40, True), ("sm_120a", 256, True)]
 
 
-def spec(d: int, dv: int, causal: bool = True, dtype: str = "bfloat16", lse: bool = True) -> AttentionSpec:
-    return AttentionSpec(dtype, d, dv, d**-0.5, Mask(causal=causal), lse)
+def spec(
+    d: int, dv: int, causal: bool = True, dtype: str = "bfloat16", lse: bool = True, addressing: Addressing = DENSE
+) -> AttentionSpec:
+    return AttentionSpec(dtype, d, dv, d**-0.5, Mask(causal=causal), lse, addressing=addressing)
 
 
 @compiled
@@ -35,6 +40,50 @@ def test_tuned_variants(d: int, dv: int, lse: bool, causal: bool) -> None:
     assert report.spill_bytes == 0
     assert report.warnings == ()
     assert 0 < report.shared_bytes <= limits.SHARED_BYTES[limits.ROLES_ARCH]
+
+
+PAGED_16 = Addressing("dense", "paged", 16, key_lengths=True, pack_group=True)
+ADDRESSED = {
+    "packed": spec(128, 128, addressing=Addressing("packed", "packed")),
+    "packed full d64": spec(64, 64, causal=False, lse=False, addressing=Addressing("packed", "packed")),
+    "pages of 16, split": replace(spec(128, 128, causal=False, addressing=PAGED_16), split=True),
+    "pages of 48 d96": spec(96, 96, addressing=replace(PAGED_16, page_size=48)),
+    "chunks": spec(64, 64, addressing=Addressing("packed", "paged", 32, key_lengths=True)),
+    "cache": spec(128, 128, causal=False, lse=False, addressing=Addressing(key_lengths=True, pack_group=True)),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", ADDRESSED)
+def test_packed_and_paged_role_form(name: str) -> None:
+    s = ADDRESSED[name]
+    assert emit.has_roles(s, limits.ROLES_ARCH)
+    lowered = emit.lower_roles(s)
+    report = inspection.compile_cubin(s.name(), lowered.source, limits.ROLES_ARCH)
+    assert report.spill_bytes <= 32, "the loaders have few registers; the loop over keys has none to spill"
+    assert report.warnings == ()
+    source, _ = inspection.lower(s.name(), lowered.source, limits.ROLES_ARCH)
+    barriers = re.findall(r"__sync_thread_partial\(\(*(.*?), \d+\)", source)
+    own = [b for b in barriers if not b.isdigit() or int(b) >= 8]
+    assert barriers == own, "a barrier of the compiler among warpgroups that take turns waits for ever"
+
+
+def test_pages_without_boxes_take_the_portable_form() -> None:
+    for size, roles in ((1, False), (4, False), (8, True), (16, True), (80, True), (256, True)):
+        s = spec(64, 64, addressing=replace(PAGED_16, page_size=size))
+        assert emit.lower(s, "sm_90a").form == ("roles" if roles else "portable")
+
+
+def test_splits_fill_the_multiprocessors() -> None:
+    plan = planner.few_rows_plan(128, 128)
+
+    def splits(batch: int, keys: int) -> int:
+        return planner.choose_splits(plan, batch * 8 * plan.block_m, keys)
+
+    assert [splits(b, 32768) for b in (1, 2, 4, 8)] == [16, 8, 4, 2], "128 of 132 multiprocessors, in one wave"
+    assert splits(64, 8192) == 1, "many tasks need no splits"
+    assert splits(1, 10) == 1, "a single tile cannot be split"
+    assert splits(1, 200) <= 4, "no more splits than tiles"
 
 
 @compiled

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fa_multi
+from fa_multi.accuracy.problem import Problem
 from tests.matrix import CASES, DTYPES, Case, verdicts
 
 LANES = [
@@ -23,25 +24,26 @@ TUNED = ("cuda",)  # return_lse may pick other tiles, so out may be rounded diff
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_case(case: Case, lane: str) -> None:
+    problem = Problem.of(case, 0)
     q, k, v = case.inputs()
-    options = {**case.kwargs(), **case.extras()}
+    options = problem.arguments()
     reason = fa_multi.supports(q, k, v, device=lane, return_lse=True, **options)
     if reason is not None:
         assert reason == EXPECTED_REFUSALS[lane](case), f"{lane} refuses {case.name}: {reason}"
         with pytest.raises((ValueError, TypeError)):
-            fa_multi.attention(q, k, v, device=lane, return_lse=True, **options)
+            problem.call(lane, return_lse=True)
         return
     assert EXPECTED_REFUSALS[lane](case) is None, f"{lane} should refuse {case.name}"
-    out, lse = fa_multi.attention(q, k, v, device=lane, return_lse=True, **options)
-    assert out.shape == (*q.shape[:3], v.shape[3])
+    out, lse = problem.call(lane, return_lse=True)
+    assert out.shape == (*q.shape[:-1], v.shape[-1])
     assert out.dtype == DTYPES[case.dtype]
     assert out.is_contiguous()
-    for name, verdict in zip(("out", "lse"), verdicts(case, q, k, v, out, lse)):
+    for name, verdict in zip(("out", "lse"), verdicts(case, out, lse)):
         assert verdict.ok, f"{name}: {verdict}"
     if lane not in SLOW_TO_COMPILE or case.name in ("causal", "d32"):
-        alone = fa_multi.attention(q, k, v, device=lane, **options)
+        alone = problem.call(lane, return_lse=False)
         if lane in TUNED:
-            assert verdicts(case, q, k, v, alone, lse)[0].ok
+            assert verdicts(case, alone, lse)[0].ok
         else:
             assert torch.equal(out, alone), "out depends on return_lse"
 

@@ -170,28 +170,6 @@ def test_upper_bounds_do_not_matter() -> None:
     assert torch.equal(a, b)
 
 
-def test_seqused_k_hides_the_rest() -> None:
-    q, k, v, keywords = packed([5, 20], [9, 30])
-    used = torch.tensor([4, 17], dtype=torch.int32)
-    clean = fa_multi.attention_varlen(q, k, v, seqused_k=used, causal=True, **keywords)
-    for begin, end in ((4, 9), (9 + 17, 39)):
-        k[begin:end] = math.nan
-        v[begin:end] = math.nan
-    assert torch.equal(clean, fa_multi.attention_varlen(q, k, v, seqused_k=used, causal=True, **keywords))
-    assert not bool(clean.isnan().any())
-
-
-def test_spare_rows_are_zero_whatever_they_hold() -> None:
-    q, k, v, keywords = packed([5, 20], [9, 30], spare=7)
-    clean = fa_multi.attention_varlen(q, k, v, return_lse=True, **keywords)
-    for x, end in ((q, 25), (k, 39), (v, 39)):
-        x[end:] = math.nan
-    dirty = fa_multi.attention_varlen(q, k, v, return_lse=True, **keywords)
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
-    assert bool((dirty[0][25:] == 0).all())
-    assert bool((dirty[1][:, 25:] == -math.inf).all())
-
-
 BAD_PACKED = {
     "int64 offsets": (
         {"cu_seqlens_q": torch.tensor([0, 5, 25])},
@@ -228,29 +206,6 @@ def paged(lengths=(0, 5, 70), size=16, sq=1, hq=4, hk=2, d=32, spare=3):
     table = torch.randperm(pages)[: len(lengths) * width].view(len(lengths), width).int()
     q = torch.randn(len(lengths), sq, hq, d).bfloat16()
     return q, k, v, {"block_table": table, "cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
-
-
-def test_permuting_pages_changes_nothing() -> None:
-    q, k, v, keywords = paged()
-    out = fa_multi.attention_paged(q, k, v, **keywords)
-    order = torch.randperm(len(k))
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(k))
-    moved = {**keywords, "block_table": place[keywords["block_table"].long()].int()}
-    assert torch.equal(out, fa_multi.attention_paged(q, k[order], v[order], **moved))
-
-
-def test_unused_pages_and_table_entries_may_hold_anything() -> None:
-    q, k, v, keywords = paged()
-    out = fa_multi.attention_paged(q, k, v, **keywords)
-    table, used = keywords["block_table"], torch.zeros(*k.shape[:2], dtype=torch.bool)
-    for b, n in enumerate(keywords["cache_seqlens"].tolist()):
-        for t in range(n):
-            used[table[b, t // 16], t % 16] = True
-        table[b, -(-n // 16) :] = -(1 << 30)
-    k[~used] = math.nan
-    v[~used] = math.inf
-    assert torch.equal(out, fa_multi.attention_paged(q, k, v, **keywords))
 
 
 def test_tables_and_lengths_may_be_slices() -> None:

@@ -79,7 +79,7 @@ class Queue:
 
     Units are numbered without gaps, batch entry by entry; within one, heads whose keys fit into the L2 together form a
     section, and in a section long tasks (late blocks of rows) come first, so that only short ones run last. The loader
-    draws, and finds the batch entry by walking on from the last one. What it found travels with `carrier`, which is sent
+    draws, and finds the batch entry by walking on from the last one. What it finds travels with `carrier`, sent
     once per task; unit -1 is the end. The last block sets the counter back for the next launch.
     """
 

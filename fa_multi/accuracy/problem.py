@@ -45,8 +45,8 @@ class Problem:
     @classmethod
     def of(cls, case: Case, seed: int) -> Problem:
         """A case with its inputs drawn."""
-        q, k, v = case.inputs(seed)
-        return cls(case.name, {"q": q, "k": k, "v": v, **case.extras(seed)}, case.kwargs(), case)
+        arguments = dict(zip(case.argument_names(), case.inputs(seed)))
+        return cls(case.name, {**arguments, **case.extras(seed)}, case.kwargs(), case)
 
     # ------------------------------------------------------------------------------------------------ the call
 
