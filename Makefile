@@ -32,7 +32,9 @@ format: env  ## rewrite files the way lint wants them
 	$(VENV)/bin/ruff check --fix .
 
 bench-gpu:  ## speed against FlashAttention-3 and cuDNN, on an NVIDIA machine with both
-	$(or $(wildcard $(PY)),$(PYTHON)) benchmarks/prefill.py -o benchmarks/results/prefill_h200.json
+	@for name in prefill decode variants; do \
+	  $(or $(wildcard $(PY)),$(PYTHON)) benchmarks/$$name.py -o benchmarks/results/$${name}_h200.json || exit 1; \
+	done
 
 bench-cpu: env  ## the CPU lane against torch
 	$(PY) benchmarks/cpu.py

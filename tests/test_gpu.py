@@ -77,6 +77,82 @@ def test_graph_replays_with_other_lengths(splits: int) -> None:
         assert torch.equal(got, step())
 
 
+def ends(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def test_packed_graph_replays_with_other_lengths() -> None:
+    q, k, v = draw(700, 4, 64), draw(700, 2, 64), draw(700, 2, 64)
+    cu = ends(100, 300, 0, 250)
+
+    def step() -> torch.Tensor:
+        return fa_multi.attention_varlen(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=700, max_seqlen_k=700, causal=True
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for lengths in ((100, 300, 0, 250), (0, 0, 0, 700), (1, 1, 1, 1), (0, 0, 0, 0)):
+        cu.copy_(ends(*lengths))
+        got.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, step())
+        assert not bool(got.isnan().any())
+
+
+def test_packed_calls_on_two_streams_do_not_meet() -> None:
+    """Tasks are handed out by a counter in device memory; each stream has its own."""
+    q, cu = draw(4000, 8, 64), ends(1000, 500, 2500)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 2500, "max_seqlen_k": 2500}
+    want = fa_multi.attention_varlen(q, q, q, causal=True, **lengths)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    for n in range(20):
+        with torch.cuda.stream(streams[n % 2]):
+            results.append(fa_multi.attention_varlen(q, q, q, causal=True, **lengths))
+    torch.cuda.synchronize()
+    assert all(torch.equal(want, x) for x in results)
+
+
+def test_many_sequences_most_of_them_empty() -> None:
+    lengths = [0] * 999
+    lengths[5], lengths[500], lengths[998] = 130, 1, 77
+    q, cu = draw(sum(lengths), 2, 64), ends(*lengths)
+    out = fa_multi.attention_varlen(
+        q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5000, max_seqlen_k=5000, causal=True
+    )
+    begin = 0
+    for n in (130, 1, 77):
+        x = q[begin : begin + n][None]
+        check(x, x, x, out[begin : begin + n][None], causal=True)
+        begin += n
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_waits_for_nothing_and_allocates_its_result_alone(splits: int) -> None:
+    q, k, v = draw(3, 1, 8, 64), draw(40, 16, 2, 64), draw(40, 16, 2, 64)
+    table = torch.arange(36, device=DEVICE).view(3, 12).int()
+    used = torch.tensor([5, 160, 90], dtype=torch.int32, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        return fa_multi.attention_paged(q, k, v, block_table=table, cache_seqlens=used, num_splits=splits)
+
+    def allocations() -> int:
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    want, before = step(), allocations()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert allocations() == before + 1
+    assert torch.equal(want, got)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [40, 128])
 def test_layouts_without_a_copy(d: int, causal: bool) -> None:
