@@ -83,11 +83,12 @@ class Call:
             lse = torch.empty(request.lse_shape, dtype=torch.float32, device=self.target)
         if self.launch is None:
             self._no_keys(tensors, out, lse)
+        elif self.as_given and self.combine is None:
+            self.launch(*tensors, out) if lse is None else self.launch(*tensors, out, lse)
         else:
-            if self.as_given and self.combine is None:
-                self.launch(*tensors, out) if lse is None else self.launch(*tensors, out, lse)
-            else:
-                self._arranged(request.arrange(tensors), out, lse)
+            self._arranged(request.arrange(tensors), out, lse)
+        if lse is not None and request.spec.sink and (self.launch is None or self.combine is not None):
+            self._no_sink_in_spare_rows(tensors, lse)
         return (out, lse) if self.return_lse else out  # type: ignore[return-value]
 
     def _arranged(self, inputs: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -119,6 +120,13 @@ class Call:
         if self.request.spec.sink:  # all there is
             sink = dict(zip(self.request.names, tensors))["sink"].float()
             self.request.arrange_out(lse).copy_(sink[None, :, None].expand_as(self.request.arrange_out(lse)))
+
+    def _no_sink_in_spare_rows(self, tensors: Tensors, lse: torch.Tensor) -> None:
+        """Rows past the last packed sequence are no queries, so they have no sink either. What joins partial results
+        does not know them."""
+        ends = dict(zip(self.request.names, tensors)).get("cu_seqlens_q")
+        if ends is not None:
+            lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= ends[-1], -math.inf)
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -118,19 +118,32 @@ def test_keys_past_seqused_k_may_hold_anything(lane: str) -> None:
 
 
 @pytest.mark.parametrize("lane", FAST)
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_packed_queries_against_pages_leave_spare_rows_empty(lane: str, splits: int) -> None:
+def test_packed_queries_against_pages_leave_spare_rows_empty(lane: str, splits: int, sink: bool) -> None:
     """Split or not: the partial results of rows that belong to no sequence must be empty too."""
     q, k, v, keywords = paged(lane, sq=3)
     counts = [3, 0, 2]
     rows = torch.cat([*(q[b, :n] for b, n in enumerate(counts)), torch.full_like(q[0], math.nan)])
     cu = put(lane, torch.tensor([0, *counts]).cumsum(0).int())[0]
     call = (rows, k, v, {**keywords, "cu_seqlens_q": cu, "max_seqlen_q": 3})
+    extra = {"sink": put(lane, torch.tensor([1.0, -1.0, 9.0, 0.0]))[0]} if sink else {}
     for _ in range(2):  # a workspace of an earlier call holds its numbers
-        out, lse = run_paged(lane, call, causal=True, num_splits=splits)
+        out, lse = run_paged(lane, call, causal=True, num_splits=splits, **extra)
         assert not bool(out.isnan().any())
         assert bool((out[sum(counts) :] == 0).all())
         assert bool((lse[:, sum(counts) :] == -math.inf).all())
+
+
+@pytest.mark.parametrize("lane", FAST)
+def test_spare_rows_have_no_sink_without_keys_either(lane: str) -> None:
+    q, k, v, keywords = packed(lane, keys=(0, 0, 0), spare=7)
+    sink = put(lane, torch.tensor([1.0, -1.0, 9.0, 0.0]))[0]
+    out, lse = run_packed(lane, (q, k[:0], v[:0], keywords), sink=sink)
+    end = int(keywords["cu_seqlens_q"][-1])
+    assert bool((out == 0).all())
+    assert torch.equal(lse[:, :end], sink[:, None].expand(4, end))
+    assert bool((lse[:, end:] == -math.inf).all())
 
 
 # ------------------------------------------------------------------------------------- calls that mean the same

@@ -102,7 +102,7 @@ def read_table(lines: Lines, op: Load, names: Names) -> None:
 
 
 def element_text(access: Access, names: Names, divided: bool = False) -> str:
-    """Element (r, c) of an access of any kind; `divided`: see `divide_rows`."""
+    """Element (r, c) of an access of any kind; `divided`: see `divided_rows`."""
     a = access
     row = f"{scalar_text(a.row0, names)} + r"
     place = _places(a, names)
