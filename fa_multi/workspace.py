@@ -33,13 +33,18 @@ def counters(numel: int, device: torch.device) -> torch.Tensor:
 
 def _room(use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     make = torch.zeros if use == "counters" else torch.empty
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return make(numel, dtype=dtype, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-    key = (use, device, stream)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return make(numel, dtype=dtype, device=device)
+    key = (use, device, _stream(device))
     room = _rooms.kept.get(key)
     if room is None or room.numel() < numel:
         room = _rooms.kept[key] = make(numel, dtype=dtype, device=device)
     return room
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream of a device; the CPU has one."""
+    if device.type == "cpu":
+        return 0
+    stream = getattr(torch, device.type).current_stream(device)
+    return int(getattr(stream, f"{device.type}_stream"))
