@@ -9,14 +9,11 @@ rotated. Needs the fa3_fwd package for the FA3 column (left out where it is abse
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Run, in_graph, meta, ratios, relative_error, time_all, write
+from measuring import Run, in_graph, meta, ratios, relative_error, start, time_all, write
 
 import fa_multi
 
@@ -90,17 +87,8 @@ def measure(batch: int, seq: int, page: int | None, rounds: int, milliseconds: f
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="JSON file for the rows")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each library per row (default 7)")
-    parser.add_argument("--ms", type=float, default=20.0, help="work per measurement in milliseconds (default 20)")
-    args = parser.parse_args()
-    reason = fa_multi.unavailable("cuda")
-    if reason:
-        print(f"the cuda lane cannot run here: {reason}", file=sys.stderr)
-        return 1
-    torch.manual_seed(0)
+def main() -> None:
+    args = start(__doc__)
     rows = []
     print(f"{'B,S':>10} {'GiB':>6} {'page':>5} {'fa_multi':>9} {'fa3':>6}  TB/s   of fa3 (contiguous)")
     for batch, seq in SHAPES:
@@ -114,8 +102,7 @@ def main() -> int:
     print(ratios(rows, "tbps", "fa3"))
     if args.output:
         write(args.output, meta() | {"bytes": "batch seq heads_k (dim + dim_v) 2"}, rows)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -13,9 +14,24 @@ from typing import Any
 
 import torch
 
+import fa_multi
 from fa_multi.cache import write_atomic
 
 Run = Callable[[], Any]
+
+
+def start(doc: str | None) -> argparse.Namespace:
+    """What the user asked for: output, rounds, ms. Ends the program where there is no GPU, with the reason."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file for the rows")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each library per row (default 7)")
+    parser.add_argument("--ms", type=float, default=20.0, help="work per measurement in milliseconds (default 20)")
+    args = parser.parse_args()
+    reason = fa_multi.unavailable("cuda")
+    if reason:
+        raise SystemExit(f"the cuda lane cannot run here: {reason}")
+    torch.manual_seed(0)
+    return args
 
 
 def time_all(runs: dict[str, Run], rounds: int, milliseconds: float) -> dict[str, float]:

@@ -8,16 +8,13 @@ TFLOPS belong to the GPU named. Needs the fa3_fwd package for the FA3 column (le
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Run, meta, ratios, relative_error, time_all, write
+from measuring import Run, meta, ratios, relative_error, start, time_all, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_multi
@@ -96,17 +93,8 @@ def measure(shape: tuple[int, int, int, int, bool], rounds: int, milliseconds: f
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="JSON file for the rows")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each library per shape (default 7)")
-    parser.add_argument("--ms", type=float, default=30.0, help="work per measurement in milliseconds (default 30)")
-    args = parser.parse_args()
-    reason = fa_multi.unavailable("cuda")
-    if reason:
-        print(f"the cuda lane cannot run here: {reason}", file=sys.stderr)
-        return 1
-    torch.manual_seed(0)
+def main() -> None:
+    args = start(__doc__)
     host = round(host_microseconds(), 1)  # first: once FA3 has run in a process, every launch of it takes 9 us longer
     rows = []
     print(f"{'B,H,S,D':>18} {'':6} {'fa_multi':>9} {'fa3':>7} {'cudnn':>7}  TFLOPS   of fa3")
@@ -124,8 +112,7 @@ def main() -> int:
     if args.output:
         about = {"flops": "4 batch heads seq^2 dim, halved when causal", "host_microseconds": host}
         write(args.output, meta() | about, rows)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,15 +9,12 @@ the FA3 column (left out where it is absent).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Run, meta, relative_error, time_all, write
+from measuring import Run, meta, relative_error, start, time_all, write
 
 import fa_multi
 
@@ -117,17 +114,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="JSON file for the rows")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each library per row (default 7)")
-    parser.add_argument("--ms", type=float, default=20.0, help="work per measurement in milliseconds (default 20)")
-    args = parser.parse_args()
-    reason = fa_multi.unavailable("cuda")
-    if reason:
-        print(f"the cuda lane cannot run here: {reason}", file=sys.stderr)
-        return 1
-    torch.manual_seed(0)
+def main() -> None:
+    args = start(__doc__)
     rows = []
     for lengths, dim, causal in itertools.product((*EQUAL, *MIXED), HEADS, (False, True)):
         rows.append(varlen(lengths, dim, causal, args.rounds, args.ms))
@@ -137,8 +125,7 @@ def main() -> int:
         print(line(rows[-1]), flush=True)
     if args.output:
         write(args.output, meta() | {"flops": "4 dim per visible pair and head"}, rows)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

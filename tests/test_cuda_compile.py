@@ -95,6 +95,15 @@ def test_portable_form(arch: str, d: int, aligned: bool) -> None:
     assert report.shared_bytes <= limits.SHARED_BYTES[arch]
 
 
+@compiled
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_portable_form_of_packed_queries_against_pages(arch: str) -> None:
+    s = replace(spec(64, 64, addressing=replace(PAGED_16, queries="packed", page_size=1)), split=True)
+    lowered = emit.lower_portable(s, arch, True)
+    assert ("T.pdl_sync()" in lowered.source) == (arch == "sm_90a"), "there is no waiting inside before sm_90"
+    assert inspection.compile_cubin(s.name(), lowered.source, arch).cubin
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FA_MULTI_CACHE", str(tmp_path))
