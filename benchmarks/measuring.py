@@ -72,6 +72,30 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, window: int | None = None
+) -> torch.Tensor:
+    """Attention of one head's last rows in fp64: q (rows, dim), k and v (keys, dim)."""
+    scores = q.double() @ k.double().T / math.sqrt(q.shape[1])
+    if causal:
+        position = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+        key = torch.arange(len(k), device=q.device)[None]
+        scores.masked_fill_((key > position) | (key <= position - (window or len(k))), -math.inf)
+    return torch.softmax(scores, -1) @ v.double()
+
+
+def verify(runs: dict[str, Run], want: torch.Tensor, where: Any) -> float:
+    """Largest relative L2 error of all, at a place of the result; ends the program where one is wrong."""
+    worst = 0.0
+    for name, run in runs.items():
+        result = run()
+        error = relative_error((result[0] if isinstance(result, tuple) else result)[where], want)
+        if not error < 5e-3:
+            raise SystemExit(f"{name} is wrong: relative L2 error {error:.1e}")
+        worst = max(worst, error)
+    return worst
+
+
 def meta() -> dict[str, Any]:
     """What the numbers were measured on and with."""
     properties = torch.cuda.get_device_properties(0)

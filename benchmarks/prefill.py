@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from measuring import Run, meta, ratios, relative_error, start, time_all, write
+from measuring import Run, meta, ratios, reference, start, time_all, verify, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_multi
@@ -42,24 +42,6 @@ def contestants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool)
     return runs | {"cudnn": cudnn}
 
 
-def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, runs: dict[str, Run]) -> float:
-    """Largest relative L2 error over the libraries, on one head of the last 512 rows, against fp64."""
-    rows = min(512, q.shape[1])
-    scores = q[-1, -rows:, -1].double() @ k[-1, :, -1].double().T / math.sqrt(q.shape[3])
-    if causal:
-        position = torch.arange(q.shape[1] - rows, q.shape[1], device=q.device)
-        scores.masked_fill_(torch.arange(k.shape[1], device=q.device)[None] > position[:, None], -math.inf)
-    want = torch.softmax(scores, -1) @ v[-1, :, -1].double()
-    worst = 0.0
-    for name, run in runs.items():
-        result = run()
-        error = relative_error((result[0] if isinstance(result, tuple) else result)[-1, -rows:, -1], want)
-        if not error < 5e-3:
-            raise SystemExit(f"{name} is wrong: relative L2 error {error:.1e}")
-        worst = max(worst, error)
-    return worst
-
-
 def host_microseconds() -> float:
     """Host time of one call on a tiny shape, everything included."""
     q = torch.randn(1, 16, 1, 128, device="cuda", dtype=torch.bfloat16)
@@ -80,7 +62,9 @@ def measure(shape: tuple[int, int, int, int, bool], rounds: int, milliseconds: f
     batch, heads, seq, dim, causal = shape
     q, k, v = (torch.randn(batch, seq, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     runs = contestants(q, k, v, causal)
-    error = verify(q, k, v, causal, runs)
+    rows = min(512, seq)
+    want = reference(q[-1, -rows:, -1], k[-1, :, -1], v[-1, :, -1], causal)
+    error = verify(runs, want, (-1, slice(-rows, None), -1))
     times = time_all(runs, rounds, milliseconds)
     flops = 4 * batch * heads * seq * seq * dim / (2 if causal else 1)
     return {

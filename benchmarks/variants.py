@@ -10,11 +10,10 @@ the FA3 column (left out where it is absent).
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
-from measuring import Run, meta, relative_error, start, time_all, write
+from measuring import Run, meta, reference, start, time_all, verify, write
 
 import fa_multi
 
@@ -30,28 +29,6 @@ def pairs(queries: int, causal: bool, window: int | None = None) -> int:
         return queries * queries
     width = min(window or queries, queries)
     return width * (width + 1) // 2 + (queries - width) * width
-
-
-def check(runs: dict[str, Run], want: torch.Tensor, where: Any) -> float:
-    """Largest relative L2 error of all, at a place of the result."""
-    worst = 0.0
-    for name, run in runs.items():
-        result = run()
-        error = relative_error((result[0] if isinstance(result, tuple) else result)[where], want)
-        if not error < 5e-3:
-            raise SystemExit(f"{name} is wrong: relative L2 error {error:.1e}")
-        worst = max(worst, error)
-    return worst
-
-
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
-    """Attention of one head's last rows in fp64: q (rows, dim), k and v (keys, dim)."""
-    scores = q.double() @ k.double().T / math.sqrt(q.shape[1])
-    if causal:
-        position = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
-        key = torch.arange(len(k), device=q.device)[None]
-        scores.masked_fill_((key > position) | (key <= position - (window or len(k))), -math.inf)
-    return torch.softmax(scores, -1) @ v.double()
 
 
 def varlen(lengths: tuple[int, ...], dim: int, causal: bool, rounds: int, milliseconds: float) -> dict[str, Any]:
@@ -70,7 +47,7 @@ def varlen(lengths: tuple[int, ...], dim: int, causal: bool, rounds: int, millis
     rows = min(lengths[-1], 256)
     mine = slice(total - lengths[-1], total)
     want = reference(q[-rows:, -1], k[mine, -1], v[mine, -1], causal, None)
-    error = check(runs, want, (slice(-rows, None), -1))
+    error = verify(runs, want, (slice(-rows, None), -1))
     if len(set(lengths)) == 1:
         dense = [x.view(len(lengths), longest, heads, dim) for x in (q, k, v)]
         runs["dense"] = lambda: fa_multi.attention(*dense, causal=causal)
@@ -86,7 +63,7 @@ def windowed(window: int, dim: int, rounds: int, milliseconds: float) -> dict[st
     sides = (window - 1, 0)
     runs: dict[str, Run] = {"fa_multi": lambda: fa_multi.attention(q, k, v, causal=True, window_size=sides)}
     want = reference(q[0, -256:, -1], k[0, :, -1], v[0, :, -1], True, window)
-    error = check(runs, want, (0, slice(-256, None), -1))
+    error = verify(runs, want, (0, slice(-256, None), -1))
     flops = 4 * heads * dim * pairs(seq, True, window)
     about = {"kind": "window", "shape": [1, heads, seq, dim], "window": window}
     return about | _measured(runs, flops, rounds, milliseconds) | {"rel_l2": float(f"{error:.1e}")}

@@ -70,7 +70,7 @@ class Case:
         if self.lengths:
             del chosen["layout"]
             _, seqlen_q, seqlen_k = self.sizes()
-            chosen |= {"max_seqlen_q": seqlen_q} if self._packed_queries() else {}
+            chosen |= {"max_seqlen_q": seqlen_q} if self.packed_queries() else {}
             chosen |= {"num_splits": self.num_splits} if self.page_size else {"max_seqlen_k": seqlen_k}
         return chosen
 
@@ -130,9 +130,8 @@ class Case:
         q, k, v = (self._draw(name, shape, seed) for name, shape in self.shapes().items())
         if not self.lengths:
             return VIEWS[self.view](q, k, v, self.layout)
-        if not self._packed_queries():
-            q = q.view(len(self.lengths), -1, *q.shape[2:])
-        return q.squeeze(0) if self._packed_queries() else q, self._pool(k[0], seed), self._pool(v[0], seed)
+        q = q[0] if self.packed_queries() else q.view(len(self.lengths), -1, *q.shape[2:])
+        return q, self._pool(k[0], seed), self._pool(v[0], seed)
 
     def sequences(self, seed: int = 0) -> list[Tensors]:
         """q, k and v of every sequence, each (1, seq, heads, dim)."""
@@ -140,7 +139,7 @@ class Case:
         queries, keys = ([*n] for n in zip(*self.lengths))
         return list(zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1)))
 
-    def _packed_queries(self) -> bool:
+    def packed_queries(self) -> bool:
         """Are queries packed? Those of a cache are not where all sequences have as many."""
         return bool(self.lengths) and (not self.page_size or len({n for n, _ in self.lengths}) > 1)
 
@@ -168,7 +167,7 @@ class Case:
             return {}
         queries, keys = (torch.tensor(n) for n in zip(*self.lengths))
         ends = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
-        names = [*(["cu_seqlens_q"] if self._packed_queries() else []), *([] if self.page_size else ["cu_seqlens_k"])]
+        names = [*(["cu_seqlens_q"] if self.packed_queries() else []), *([] if self.page_size else ["cu_seqlens_k"])]
         found = {name: torch.cat([torch.zeros(1), ends[name].cumsum(0)]).int() for name in names}
         if self.page_size:
             counts = [-(-n // self.page_size) for _, n in self.lengths]
@@ -287,7 +286,7 @@ def golden(case: Case, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor
     if not case.lengths:
         return reference.attention(*case.inputs(), **options)
     results = [reference.attention(*of, **options) for of in case.sequences()]
-    if len({queries for queries, _ in case.lengths}) == 1 and case.page_size:
+    if not case.packed_queries():
         return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
     return torch.cat([out[0] for out, _ in results]), torch.cat([lse[0] for _, lse in results], -1)
 

@@ -418,7 +418,7 @@ class Fill:
 class Program:
     """`body` runs for every point of `axes` (name, extent); `lets` are task scalars, each may use those before it.
     A task whose `rows` (a let) is not positive has nothing to do. `ragged`: an axis and, in terms of the lets, how far
-    it has such tasks; `axes` has the upper bound. `fills` are done once, at any time."""
+    it has tasks with rows; `axes` has the upper bound. `fills` are done once, at any time."""
 
     name: str
     axes: tuple[tuple[Var, Scalar], ...]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import fa_multi
+from tests import calls
+from tests.calls import Inputs
 
 LANES = [
     pytest.param("cpu"),
@@ -18,8 +20,6 @@ LANES = [
 ]
 FAST = [LANES[0], LANES[2]]  # where another kernel costs no ten seconds
 D, SIZE = 32, 16
-
-Calls = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 @pytest.fixture(params=LANES)
@@ -32,32 +32,27 @@ def put(lane: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.to("cuda" if lane == "cuda" else "cpu") for x in tensors]
 
 
-def paged(lane: str, lengths=(0, 5, 70), sq=1, hq=4, hk=2, spare=3) -> Calls:
-    width = -(-max(lengths) // SIZE) + 1
-    pages = len(lengths) * width + spare
-    q, k, v = (
-        torch.randn(s).bfloat16() for s in ((len(lengths), sq, hq, D), *((pages, SIZE, hk, D) for _ in range(2)))
-    )
-    table = torch.randperm(pages)[: len(lengths) * width].view(len(lengths), width).int()
-    q, k, v, table, used = put(lane, q, k, v, table, torch.tensor(lengths, dtype=torch.int32))
-    return q, k, v, {"block_table": table, "cache_seqlens": used}
+def on(lane: str, call: Inputs) -> Inputs:
+    """A call with all its tensors there."""
+    *tensors, keywords = call
+    q, k, v = put(lane, *tensors)
+    return q, k, v, {n: put(lane, x)[0] if isinstance(x, torch.Tensor) else x for n, x in keywords.items()}
 
 
-def packed(lane: str, queries=(5, 0, 33), keys=(9, 3, 70), spare=7) -> Calls:
-    total_q, total_k = sum(queries) + spare, sum(keys) + spare
-    q, k, v = (torch.randn(s).bfloat16() for s in ((total_q, 4, D), (total_k, 2, D), (total_k, 2, D)))
-    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys))
-    q, k, v, cu_q, cu_k = put(lane, q, k, v, cu_q, cu_k)
-    bounds = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
-    return q, k, v, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **bounds}
+def paged(lane: str, **shape: Any) -> Inputs:
+    return on(lane, calls.paged(size=SIZE, **shape))
 
 
-def run_paged(lane: str, call: Calls, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(lane: str, queries=(5, 0, 33), keys=(9, 3, 70)) -> Inputs:
+    return on(lane, calls.packed(queries, keys, spare=7))
+
+
+def run_paged(lane: str, call: Inputs, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, keywords = call
     return fa_multi.attention_paged(q, k, v, device=lane, return_lse=True, **keywords, **options)
 
 
-def run_packed(lane: str, call: Calls, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_packed(lane: str, call: Inputs, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, keywords = call
     return fa_multi.attention_varlen(q, k, v, device=lane, return_lse=True, **keywords, **options)
 
@@ -137,7 +132,7 @@ def test_packed_queries_against_pages_leave_spare_rows_empty(lane: str, splits: 
 
 @pytest.mark.parametrize("lane", FAST)
 def test_spare_rows_have_no_sink_without_keys_either(lane: str) -> None:
-    q, k, v, keywords = packed(lane, keys=(0, 0, 0), spare=7)
+    q, k, v, keywords = packed(lane, keys=(0, 0, 0))
     sink = put(lane, torch.tensor([1.0, -1.0, 9.0, 0.0]))[0]
     out, lse = run_packed(lane, (q, k[:0], v[:0], keywords), sink=sink)
     end = int(keywords["cu_seqlens_q"][-1])

@@ -10,6 +10,7 @@ import torch
 import fa_multi
 from fa_multi import reference
 from fa_multi.accuracy import judge
+from tests.calls import packed, paged
 
 
 def qkv(b=2, sq=40, sk=70, hq=4, hk=2, d=32, dtype=torch.bfloat16):
@@ -136,19 +137,6 @@ def test_buffers_are_used() -> None:
 # ------------------------------------------------------------------------------------------------ packed
 
 
-def packed(q_lengths, k_lengths, spare=0, hq=4, hk=2, d=32):
-    cu = [torch.tensor([0, *n]).cumsum(0).int() for n in (q_lengths, k_lengths)]
-    q = torch.randn(sum(q_lengths) + spare, hq, d).bfloat16()
-    k, v = (torch.randn(sum(k_lengths) + spare, hk, d).bfloat16() for _ in range(2))
-    keywords = {
-        "cu_seqlens_q": cu[0],
-        "cu_seqlens_k": cu[1],
-        "max_seqlen_q": max(q_lengths),
-        "max_seqlen_k": max(k_lengths),
-    }
-    return q, k, v, keywords
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_equals_dense_sequence_by_sequence(causal: bool) -> None:
     lengths = ([5, 0, 33, 1, 8], [7, 3, 60, 0, 8])
@@ -197,15 +185,6 @@ def test_packed_refused(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ paged
-
-
-def paged(lengths=(0, 5, 70), size=16, sq=1, hq=4, hk=2, d=32, spare=3):
-    width = -(-max(lengths) // size) + 1
-    pages = len(lengths) * width + spare
-    k, v = (torch.randn(pages, size, hk, d).bfloat16() for _ in range(2))
-    table = torch.randperm(pages)[: len(lengths) * width].view(len(lengths), width).int()
-    q = torch.randn(len(lengths), sq, hq, d).bfloat16()
-    return q, k, v, {"block_table": table, "cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
 
 
 def test_tables_and_lengths_may_be_slices() -> None:

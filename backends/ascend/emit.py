@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fa_multi.roles import Roles
-from fa_multi.scalars import Binary, Element, Scalar
 from fa_multi.tiles import Program
 
 from . import hazards
@@ -38,27 +37,13 @@ def emit(roles: Roles, target: str = "pto") -> str:
 
 def scheduled(code: RoleCode, roles: Roles) -> list[Node]:
     """A role's whole life on one core, with flags and barriers, and proven."""
-    task: list[Node] = [If("rows > 0", code.task)] if _may_be_empty(roles.program) else code.task
+    task: list[Node] = [If("rows > 0", code.task)] if roles.program.ragged is not None else code.task
     loop = Loop(
         "t", f"(tasks - cid + {roles.plan.cores - 1}) // {roles.plan.cores}", _decode(roles.program, roles) + task
     )
     nodes = hazards.insert([*code.before, loop, *code.after])
     hazards.verify(nodes)
     return nodes
-
-
-def _may_be_empty(program: Program) -> bool:
-    """Whether a task may have no rows: where lengths come from a tensor, the grid only knows their upper bound."""
-    lets = {var.name: value for var, value in program.lets}
-
-    def measured(value: Scalar) -> bool:
-        if isinstance(value, Element):
-            return True
-        if isinstance(value, Binary):
-            return measured(value.a) or measured(value.b)
-        return any(measured(lets[name]) for name in value.free() if name in lets)
-
-    return measured(lets["rows"])
 
 
 def _check_channels(roles: Roles) -> None:

@@ -69,7 +69,7 @@ class _Kernel:
         transfers.declare_divided_rows(lines, self.program)
         self.decode()
         self.scalars.require(lines, [v for v, _ in self.program.lets], '{name} = T.alloc_var("int32", init={value})')
-        if transfers.may_be_empty(self.program):
+        if self.program.ragged is not None:
             with lines.block("if rows > 0:"):
                 self.steps()
         else:

@@ -226,7 +226,7 @@ class _Role:
 
     def run(self) -> None:
         """One task, or nothing where it has no rows: both roles then skip it alike."""
-        if not transfers.may_be_empty(self.program):
+        if self.program.ragged is None:
             self.task()
             return
         self.require(next(op for op in self.program.body if isinstance(op, Load)))

@@ -54,11 +54,6 @@ def unclean(program: Program) -> dict[Tile, Load]:
     return {op.dst: op for op in loads if op.dst in summed and not is_plain(op.src, op.dst, program)}
 
 
-def may_be_empty(program: Program) -> bool:
-    """Can a task have no rows? Where every sequence has its own length."""
-    return any(t.name == "cu_seqlens_q" for t in program.tensors)
-
-
 # --------------------------------------------------------------------------------------------- text
 
 
@@ -119,7 +114,8 @@ def element_text(access: Access, names: Names, divided: bool = False) -> str:
 
 def _position_and_head(a: Access, names: Names) -> tuple[str, str]:
     """Where row r of a group of heads lies."""
-    row, group = f"{scalar_text(a.row0, names)} + r", scalar_text(a.group, names) if a.group is not None else "1"
+    assert a.group is not None
+    row, group = f"{scalar_text(a.row0, names)} + r", scalar_text(a.group, names)
     return f"T.truncdiv({row}, {group})", f"T.truncmod({row}, {group})"
 
 
@@ -127,7 +123,11 @@ def divided_rows(program: Program) -> int:
     """Rows of the result whose rows run over a group of heads, 0 where there is none. Where they lie takes a division,
     which is done once per row, into `row_seq` and `row_head`, and not once per element."""
     stores = (op for op in walk(program.body) if isinstance(op, Store))
-    return max((op.src.shape[0] for op in stores if op.dst.group is not None and len(op.src.shape) == 2), default=0)
+    return max((op.src.shape[0] for op in stores if _divides(op)), default=0)
+
+
+def _divides(op: Store) -> bool:
+    return op.dst.group is not None and len(op.src.shape) == 2
 
 
 def _page(a: Access, row: str, names: Names) -> str:
@@ -158,7 +158,7 @@ def load_elements(lines: Lines, op: Load, names: Names) -> None:
 
 def store_elements(lines: Lines, op: Store, source: str, names: Names) -> None:
     """The rows of the access alone, element by element, rounded on the way."""
-    divided = op.dst.group is not None and len(op.src.shape) == 2
+    divided = _divides(op)
     if divided:
         seq, head = _position_and_head(op.dst, names)
         with lines.block(f"for r in T.Parallel({op.src.shape[0]}):"):
