@@ -15,6 +15,7 @@ import torch
 from fa_multi.plan import Plan
 from fa_multi.programs import Spec
 from fa_multi.roles import Roles
+from fa_multi.spec import AttentionSpec
 from fa_multi.tiles import Program
 
 # launch(*tensors): the tensors of the spec's program (`programs.tensors`), in that order: inputs, then results. q, k, v
@@ -33,6 +34,24 @@ class Lowered:
     form: str
 
 
+@dataclass(frozen=True)
+class Work:
+    """What there is to do against a cache, as far as the host knows: up to `queries` queries and `keys` keys for each
+    of `batch` sequences. foldable: do the key heads of consecutive positions lie one after the other?"""
+
+    batch: int
+    queries: int
+    keys: int
+    heads_q: int
+    heads_k: int
+    foldable: bool
+
+    def tasks(self, spec: AttentionSpec, block_m: int) -> int:
+        """Tasks of `spec` in blocks of `block_m` rows, before the keys are split."""
+        tiled = 1 if spec.addressing.fold_heads > 1 else self.heads_k if spec.addressing.pack_group else self.heads_q
+        return self.batch * tiled * -(-self.queries * (self.heads_q // tiled) // block_m)
+
+
 class Backend(Protocol):
     """What every lane offers. All but `prepare` work on any machine."""
 
@@ -47,9 +66,11 @@ class Backend(Protocol):
     def plan(self, spec: Spec, arch: str | None = None) -> Plan:
         """Tile sizes and overlap for an architecture."""
 
-    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
-        """Tasks that should share the keys of a row, for `rows` rows of queries over batch and heads (each task's block
-        counted as full) and up to `keys` keys each."""
+    def divide(
+        self, spec: AttentionSpec, work: Work, splits: int, arch: str | None = None
+    ) -> tuple[AttentionSpec, int]:
+        """The spec in the addressing that suits the work best, and how many tasks share the keys of a row: `splits`, or
+        a choice where that is 0."""
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         """Program, roles and kernel text for an architecture (the lane's default if None)."""

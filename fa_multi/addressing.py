@@ -44,10 +44,12 @@ class Layout:
         return Access(tensor, Const(0) if packed else B, head, ROW0, ROWS, group=self.group, split=split, **where)
 
     def keys(self, tensor: Tensor, row0: Scalar, rows: Scalar) -> Access:
-        """Rows [row0, row0 + rows) of k or v."""
+        """Positions [row0, row0 + rows) of k or v."""
         a = self.spec.addressing
+        if a.fold_heads > 1:
+            row0, rows = row0 * a.fold_heads, rows * a.fold_heads
         if a.keys == "paged":
-            return Access(tensor, B, HEAD_K, row0, rows, table=BLOCK_TABLE, page_size=a.page_size)
+            return Access(tensor, B, HEAD_K, row0, rows, table=BLOCK_TABLE, page_size=a.page_size * a.fold_heads)
         if a.keys == "packed":
             return Access(tensor, Const(0), HEAD_K, row0, rows, begin=Var("begin_k"))
         return Access(tensor, B, HEAD_K, row0, rows)
@@ -91,7 +93,7 @@ def layout(spec: AttentionSpec, block_m: int) -> Layout:
 def _key_length(spec: AttentionSpec) -> tuple[Scalar, list[tuple[Var, Scalar]]]:
     """Keys of the task's batch entry. A length from a tensor never reaches past what is there."""
     a = spec.addressing
-    there: Scalar = SEQLEN_K
+    there: Scalar = SEQLEN_K if a.fold_heads == 1 else SEQLEN_K // a.fold_heads
     lets: list[tuple[Var, Scalar]] = []
     if a.keys == "packed":
         lets = [(Var("begin_k"), Element("cu_seqlens_k", (B,)))]
@@ -108,7 +110,8 @@ def _key_length(spec: AttentionSpec) -> tuple[Scalar, list[tuple[Var, Scalar]]]:
 def tensors(spec: AttentionSpec) -> dict[str, Tensor]:
     """Every tensor of the spec by name, in argument order: q, k, v, lengths and tables, slopes, sink, out, lse.
 
-    q, out: (batch, seq, head, dim), packed ones with batch 1. k, v: the same, or pages (page, slot, head, dim).
+    q, out: (batch, seq, head, dim), packed ones with batch 1. k, v: the same, or pages (page, slot, head, dim); folded
+    heads lie along seq or slot.
     lse: (batch, head, seq). Partial results of a split are fp32, with a leading axis "split".
     """
     a, d, dv = spec.addressing, Const(spec.head_dim), Const(spec.head_dim_v)
@@ -116,7 +119,7 @@ def tensors(spec: AttentionSpec) -> dict[str, Tensor]:
     batch_q, len_q = (Const(1), TOTAL_Q) if a.queries == "packed" else (BATCH, SEQLEN_Q)
     keys: tuple[Scalar, ...]
     if a.keys == "paged":
-        key_dims, keys = ("page", "slot", "head", "dim"), (PAGES, Const(a.page_size), HEADS_K)
+        key_dims, keys = ("page", "slot", "head", "dim"), (PAGES, Const(a.page_size * a.fold_heads), HEADS_K)
     elif a.keys == "packed":
         key_dims, keys = seq, (Const(1), TOTAL_K, HEADS_K)
     else:

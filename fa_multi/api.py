@@ -11,7 +11,7 @@ import torch
 from . import arguments as check
 from . import backends, requests
 from .arguments import Device, parse_device, refuse_grad
-from .backends import Lowered
+from .backends import Backend, Lowered, Work
 from .calls import Call, Request, Result, call_key, find, remember
 from .programs import CombineSpec
 from .requests import Lengths, Options
@@ -213,7 +213,9 @@ def attention_paged(
 
     def request() -> Request:
         whole = requests.paged(q, k_cache, v_cache, lengths, max_seqlen_q, common)
-        return _with_splits(whole, q, k_cache, lengths, num_splits, fixed_split_size, device)
+        lane, _ = parse_device(device, q)
+        work = _work(whole, q, k_cache, v_cache, lengths)
+        return _divided(whole, backends.get(lane), work, num_splits, fixed_split_size)
 
     return _run(key, request, device, tensors, out, lse)
 
@@ -278,8 +280,8 @@ def lower(
 ) -> Lowered:
     """What a call would run on a device, from the tile program to the kernel text; needs no device and no DSL.
 
-    Arguments as `supports`; with num_splits > 1, the kernel of the partial results. `arch` picks a target of the lane
-    ("sm_80", "sm_90a", "sm_100a", "sm_120a"). Returns an object with `.program` (printable), `.roles` (roles and
+    Arguments as `supports`; where the keys are split, the kernel of the partial results. `arch` picks a target of the
+    lane ("sm_80", "sm_90a", "sm_100a", "sm_120a"). Returns an object with `.program` (printable), `.roles` (roles and
     channels, printable) and `.source` (the kernel text).
     """
     lane, _ = parse_device(device, q)
@@ -288,7 +290,7 @@ def lower(
     reason = backend.supports(spec, arch)
     if reason:
         raise ValueError(reason)
-    return backend.lower(spec, arch)
+    return backend.lower(_spec(q, k, v, dict(options), backend, arch), arch)
 
 
 def unavailable(device: str) -> str | None:
@@ -325,8 +327,15 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> AttentionSpec:
-    """The spec of the entry point that takes these keyword arguments."""
+def _spec(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: dict[str, Any],
+    backend: Backend | None = None,
+    arch: str | None = None,
+) -> AttentionSpec:
+    """The spec of the entry point that takes these keyword arguments; with a backend, as that divides the work."""
     common = {f.name: given.pop(f.name, f.default) for f in fields(Options)}
     lengths = {f.name: given.pop(f.name, None) for f in fields(Lengths)}
     paged = "cache_seqlens" in given or lengths["block_table"] is not None
@@ -338,8 +347,12 @@ def _spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, An
     if given:
         raise TypeError(f"unexpected argument {min(given)!r}")
     if paged:
-        spec = requests.paged(q, k, v, Lengths(**lengths), max_seqlen_q, options).spec
-        return replace(spec, split=True, return_lse=False) if max(splits) > 1 else spec
+        request = requests.paged(q, k, v, Lengths(**lengths), max_seqlen_q, options)
+        if backend is None:
+            return request.spec
+        work = _work(request, q, k, v, Lengths(**lengths))
+        request = _divided(request, backend, work, splits[0], splits[1], arch)
+        return request.spec if request.splits == 1 else replace(request.spec, split=True, return_lse=False)
     if lengths["cu_seqlens_q"] is not None:
         bound = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         return requests.varlen(q, k, v, Lengths(**lengths), bound, options).spec
@@ -390,44 +403,30 @@ def _check_buffers(call: Call, out: torch.Tensor | None, lse: torch.Tensor | Non
         check.check_buffer("lse", lse, request.lse_shape, torch.float32, call.target)
 
 
-def _full_rows(request: Request, q: torch.Tensor, k: torch.Tensor, lengths: Lengths, block_m: int) -> int:
-    """Query rows over batch and heads, every task's block counted as full."""
+def _work(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> Work:
+    """Only host-known bounds are used, so that nothing waits for the device."""
     packed = lengths.cu_seqlens_q is not None
     batch = len(lengths.cu_seqlens_q) - 1 if lengths.cu_seqlens_q is not None else q.shape[0]
-    rows = request.sizes["max_seqlen_q"] if packed else q.shape[1]
-    heads = q.shape[-2]
-    if request.spec.addressing.pack_group:
-        rows, heads = rows * (heads // k.shape[2]), k.shape[2]
-    return batch * heads * -(-rows // block_m) * block_m
+    queries = request.sizes["max_seqlen_q"] if packed else q.shape[1]
+    keys = k.shape[1] * (1 if lengths.block_table is None else lengths.block_table.shape[1])
+    return Work(batch, queries, keys, q.shape[-2], k.shape[2], requests.foldable(k) and requests.foldable(v))
 
 
-def _with_splits(
-    request: Request,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lengths: Lengths,
-    num_splits: int,
-    fixed_split_size: int,
-    device: Device,
+def _divided(
+    request: Request, backend: Backend, work: Work, num_splits: int, fixed_split_size: int, arch: str | None = None
 ) -> Request:
-    """Decide how many tasks share the keys. Only host-known bounds are used, so that nothing waits for the device."""
+    """Decide which heads share tiles, and how many tasks share the keys."""
     check.check_count("num_splits", num_splits, 0)
     check.check_count("fixed_split_size", fixed_split_size, 0)
-    lane, _ = parse_device(device, q)
-    backend = backends.get(lane)
-    longest = k.shape[1] * (1 if lengths.block_table is None else lengths.block_table.shape[1])
-    plan = backend.plan(request.spec)
-    block_n = plan.block_n
-    split_tiles = 1
-    if fixed_split_size:
-        if num_splits:
-            raise ValueError(f"fixed_split_size must be 0 where num_splits is given, got {fixed_split_size}")
-        split_tiles = -(-fixed_split_size // block_n)
-        num_splits = max(1, -(-longest // (split_tiles * block_n)))
-    elif num_splits == 0:
-        rows = _full_rows(request, q, k, lengths, plan.block_m)
-        num_splits = backend.choose_splits(request.spec, rows, longest)
-    if num_splits == 1 and not fixed_split_size:
+    if fixed_split_size and num_splits:
+        raise ValueError(f"fixed_split_size must be 0 where num_splits is given, got {fixed_split_size}")
+    if fixed_split_size:  # then nothing may depend on the size of the batch
+        block_n = backend.plan(request.spec, arch).block_n
+        tiles = -(-fixed_split_size // block_n)
+        num_splits = max(1, -(-work.keys // (tiles * block_n)))
+        return replace(request, splits=num_splits, sizes={**request.sizes, "splits": num_splits, "split_tiles": tiles})
+    spec, num_splits = backend.divide(request.spec, work, num_splits, arch)
+    request = requests.readdressed(request, spec)
+    if num_splits == 1:
         return request
-    sizes = {**request.sizes, "splits": num_splits, "split_tiles": split_tiles}
-    return replace(request, splits=num_splits, sizes=sizes)
+    return replace(request, splits=num_splits, sizes={**request.sizes, "splits": num_splits, "split_tiles": 1})

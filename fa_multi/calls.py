@@ -64,7 +64,9 @@ class Call:
         inputs = dict(zip(request.names, arranged))
         spec, sizes = request.spec, dict(request.sizes)
         if request.splits > 1:
-            joined = CombineSpec(spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse)
+            joined = CombineSpec(
+                spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse, few_rows=spec.addressing.pack_group
+            )
             self.combine = backend.prepare(joined, {"sink": inputs["sink"]} if spec.sink else {}, {})
             spec = replace(spec, split=True, return_lse=False)
             inputs.pop("sink", None)

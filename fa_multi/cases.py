@@ -460,6 +460,7 @@ CASES: tuple[Case, ...] = (
     Case("paged_split", lengths=((1, 300), (1, 17)), page_size=64, heads_q=8, num_splits=3, sink="normal"),
     Case("paged_few", lengths=((3, 100), (3, 50)), page_size=48, causal=True, heads_q=4, dtype="fp16"),
     Case("paged_page_1", lengths=((2, 30), (2, 7)), page_size=1, causal=True),
+    Case("paged_page_1_heads", lengths=((1, 70), (1, 33)), page_size=1, heads_q=16, heads_k=8, alibi=True),
     Case("paged_chunks", lengths=((40, 200), (3, 64), (1, 31)), page_size=32, causal=True, window_size=(90, -1)),
     # values
     Case("large", values="large", seqlen_q=40, seqlen_k=200, causal=True),

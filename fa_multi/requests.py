@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,23 @@ def paged(
         (batch, heads, rows),
         empty=q.numel() == 0 or k.numel() == 0 or (table is not None and table.numel() == 0),
     )
+
+
+def readdressed(request: Request, spec: AttentionSpec) -> Request:
+    """The request in the addressing of `spec`, which computes the same."""
+    if spec.addressing.fold_heads == 1:
+        return replace(request, spec=spec)
+
+    def arrange(tensors: Tensors) -> list[torch.Tensor]:
+        q, k, v, *rest = request.arrange(tensors)
+        return [q, *(x.view(x.shape[0], -1, 1, x.shape[3]) for x in (k, v)), *rest]
+
+    return replace(request, spec=spec, arrange=arrange)
+
+
+def foldable(x: torch.Tensor) -> bool:
+    """Do the heads of consecutive positions of a cache lie one after the other?"""
+    return x.stride(-1) == 1 and x.stride(1) == x.shape[2] * x.stride(2)
 
 
 # Up to this many queries, the heads of a group share a tile; beyond it, the tile is full enough.

@@ -266,7 +266,8 @@ def _role(
         stages = [[o for o in mine if o not in late], [o for o in mine if o in late]]
         inside = [c for c in channels if c.per_trip]
         staged = tuple(Stage(n * lag, tuple(_signals(s, role, inside))) for n, s in enumerate(stages) if s)
-        steps.append(StagedLoop(op.var, op.trips, staged, op.phases))
+        if staged:
+            steps.append(StagedLoop(op.var, op.trips, staged, op.phases))
         private = {t for o in stages[0] for t in o.writes} & {t for o in stages[1] for t in o.reads}
         private -= {c.tile for c in channels}
         rings += [(t, lag + 1) for t in sorted(private, key=lambda t: t.name)]

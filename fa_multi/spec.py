@@ -15,6 +15,9 @@ class Addressing:
     keys: "dense", "packed" with cu_seqlens_k, or "paged": (pages, page_size, heads, dim) with a block_table.
     key_lengths: lengths come from a tensor seqused_k (batch,), and keys beyond them are not looked at.
     pack_group: the query heads of one key head share a tile, rows running over heads first (for few queries).
+    fold_heads: n > 1: the n key heads of a position share a key tile too, rows running over heads first, as they lie in
+        memory, and each query head sees its own head's rows. The tensors k and v are then given with one head of n
+        times as many rows, and pack_group holds.
     """
 
     queries: str = "dense"
@@ -22,6 +25,7 @@ class Addressing:
     page_size: int = 0
     key_lengths: bool = False
     pack_group: bool = False
+    fold_heads: int = 1
 
     def tags(self) -> list[str]:
         """Words for names of kernels."""
@@ -31,6 +35,7 @@ class Addressing:
             *([keys] if self.keys != "dense" and (self.queries, self.keys) != ("packed", "packed") else []),
             *(["lengths"] if self.key_lengths else []),
             *(["group"] if self.pack_group else []),
+            *([f"fold_{self.fold_heads}"] if self.fold_heads > 1 else []),
         ]
 
 

@@ -136,8 +136,8 @@ class HeadValue(Expr):
 
 @dataclass(frozen=True)
 class Position(Expr):
-    """`offset` + the index along axis 0 or 1 of a 2-D tile, as a number; on axis 0 with `group`, offset +
-    (row0 + index) // group."""
+    """`offset` + the index along axis 0 or 1 of a 2-D tile, as a number; with `group`, offset + (row0 + index) //
+    group, where several heads of a position follow each other along the axis."""
 
     axis: int
     offset: Scalar
@@ -145,8 +145,22 @@ class Position(Expr):
     group: Scalar | None = None
 
     def __str__(self) -> str:
-        index = "rc"[self.axis] if self.group is None else f"({self.row0} + r) / {self.group}"
+        index = "rc"[self.axis]
+        index = index if self.group is None else f"({self.row0} + {index}) / {self.group}"
         return f"({self.offset} + {index})"
+
+
+@dataclass(frozen=True)
+class KeyHead(Expr):
+    """Which of `heads` key heads row r of the block at `row0` belongs to, as a number: rows run over a group of query
+    heads first, an equal share of it for each key head."""
+
+    row0: Scalar
+    group: Scalar
+    heads: int
+
+    def __str__(self) -> str:
+        return f"({self.row0} + r) % {self.group} / ({self.group} / {self.heads})"
 
 
 @dataclass(frozen=True)
@@ -223,6 +237,8 @@ def offsets_in(e: Expr) -> tuple[Scalar, ...]:
     """Scalars that shift the positions an expression counts."""
     if isinstance(e, Position):
         return (e.offset, e.row0)
+    if isinstance(e, KeyHead):
+        return (e.row0,)
     if isinstance(e, Arith):
         return offsets_in(e.a) + offsets_in(e.b)
     return offsets_in(e.a) if isinstance(e, Func) else ()
@@ -353,13 +369,14 @@ class Cast(Op):
 @dataclass(frozen=True)
 class MaskTile(Op):
     """tile[r, c] = -inf unless key col0 + c is visible to query row0 + r, or (row0 + r) // group where rows run over a
-    group of heads first. A select: what was there does not matter."""
+    group of heads first; likewise key col0 + c // fold. A select: what was there does not matter."""
 
     tile: Tile
     interval: Interval
     row0: Scalar
     col0: Scalar
     group: Scalar | None = None
+    fold: int = 1
 
     @property
     def reads(self) -> tuple[Tile, ...]:  # type: ignore[override]
@@ -375,7 +392,29 @@ class MaskTile(Op):
         ends = [f"col >= max({', '.join(low)})" if len(low) > 1 else f"col >= {low[0]}"] if low else []
         ends += [f"col < min({', '.join(high)})" if len(high) > 1 else f"col < {high[0]}"] if high else []
         row = f"{self.row0} + r" if self.group is None else f"({self.row0} + r) / {self.group}"
-        return f"mask {self.tile} to {' and '.join(ends)}   # row = {row}, col = {self.col0} + c"
+        column = "c" if self.fold == 1 else f"c / {self.fold}"
+        return f"mask {self.tile} to {' and '.join(ends)}   # row = {row}, col = {self.col0} + {column}"
+
+
+@dataclass(frozen=True)
+class MaskHeads(Op):
+    """tile[r, c] = -inf unless c % heads == head[r]: columns run over key heads first, and a row sees its own. A
+    select. Unlike a `MaskTile` it applies in every trip."""
+
+    tile: Tile
+    head: Tile
+    heads: int
+
+    @property
+    def reads(self) -> tuple[Tile, ...]:  # type: ignore[override]
+        return (self.tile, self.head)
+
+    @property
+    def writes(self) -> tuple[Tile, ...]:  # type: ignore[override]
+        return (self.tile,)
+
+    def __str__(self) -> str:
+        return f"mask {self.tile} to c % {self.heads} == {self.head}"
 
 
 @dataclass(frozen=True)

@@ -62,19 +62,12 @@ def draw(
     if kind == "paged":
         splits = random.choice([{"num_splits": 3}, {"num_splits": 40}, {"fixed_split_size": 64}])
         splits = kernel.choice([{}, {"num_splits": 1}, splits])
-    return Call(
-        kind,
-        lengths,
-        heads_k,
-        group,
-        d,
-        kernel.choice([d, d, 40]),
-        kernel.choice(list(DTYPES)),
-        random.getrandbits(30),
-        kernel.choice([1, 16, 32, 48, 64, 128]),
-        _options(random, kernel, heads_k * group),
-        splits,
-    )
+    d_v, dtype, seed = kernel.choice([d, d, 40]), kernel.choice(list(DTYPES)), random.getrandbits(30)
+    page_size = kernel.choice([1, 16, 32, 48, 64, 128])
+    if page_size == 1 and group in (2, 5, 8):  # so many heads that those of one position make a box of rows
+        heads_k = 8
+    options = _options(random, kernel, heads_k * group)
+    return Call(kind, lengths, heads_k, group, d, d_v, dtype, seed, page_size, options, splits)
 
 
 def _options(random: Random, kernel: Random, heads: int) -> dict[str, Any]:

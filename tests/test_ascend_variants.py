@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+from fa_multi.backends import Work
 from fa_multi.backends.ascend import compiler, hazards, planner, runtime
 from fa_multi.backends.ascend.emit import emit, scheduled
 from fa_multi.backends.ascend.hazards import HazardError
@@ -195,8 +196,12 @@ def test_rows_of_a_group_are_counted_exactly(group: int) -> None:
 
 def test_splits_fill_the_cores_and_no_more() -> None:
     spec = variant(addressing=Addressing("dense", "dense", 0, True, True))
-    assert [planner.choose_splits(spec, "a2", rows, 1 << 16) for rows in (1, 256, 24 * 64, 1 << 20)] == [24, 6, 1, 1]
-    assert [planner.choose_splits(spec, "a2", 1, keys) for keys in (1, 1000, 4096)] == [1, 2, 8]
+
+    def splits(batch: int, keys: int) -> int:
+        return planner.choose_splits(spec, "a2", Work(batch, 1, keys, 8, 1, False))
+
+    assert [splits(batch, 1 << 16) for batch in (1, 4, 24, 1 << 14)] == [24, 6, 1, 1]
+    assert [splits(1, keys) for keys in (1, 1000, 4096)] == [1, 2, 8]
 
 
 # ---- in the simulator ----------------------------------------------------------------------------------------------

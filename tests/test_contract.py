@@ -20,6 +20,7 @@ LANES = [
 ]
 FAST = [LANES[0], LANES[2]]  # where another kernel costs no ten seconds
 D, SIZE = 32, 16
+FOLDED = 4  # pages so small that the CUDA lane lets the two key heads share a tile
 
 
 @pytest.fixture(params=LANES)
@@ -39,8 +40,8 @@ def on(lane: str, call: Inputs) -> Inputs:
     return q, k, v, {n: put(lane, x)[0] if isinstance(x, torch.Tensor) else x for n, x in keywords.items()}
 
 
-def paged(lane: str, **shape: Any) -> Inputs:
-    return on(lane, calls.paged(size=SIZE, **shape))
+def paged(lane: str, size: int = SIZE, **shape: Any) -> Inputs:
+    return on(lane, calls.paged(size=size, **shape))
 
 
 def packed(lane: str, queries=(5, 0, 33), keys=(9, 3, 70)) -> Inputs:
@@ -71,18 +72,27 @@ def nearly(a: torch.Tensor, b: torch.Tensor) -> None:
 # ------------------------------------------------------------------------------------- bytes that nobody should read
 
 
-def test_unused_pages_slots_and_table_entries_may_hold_anything(lane: str) -> None:
-    call = paged(lane)
+def check_unused_bytes(lane: str, size: int) -> None:
+    call = paged(lane, size)
     clean = run_paged(lane, call)
     _, k, v, keywords = call
     table, used = keywords["block_table"], torch.zeros(*k.shape[:2], dtype=torch.bool, device=k.device)
     for b, n in enumerate(keywords["cache_seqlens"].tolist()):
         for t in range(n):
-            used[table[b, t // SIZE], t % SIZE] = True
-        table[b, -(-n // SIZE) :] = -(1 << 30)
+            used[table[b, t // size], t % size] = True
+        table[b, -(-n // size) :] = -(1 << 30)
     k[~used] = math.nan
     v[~used] = math.inf
     same_bits(clean, run_paged(lane, call))
+
+
+def test_unused_pages_slots_and_table_entries_may_hold_anything(lane: str) -> None:
+    check_unused_bytes(lane, SIZE)
+
+
+@pytest.mark.parametrize("lane", FAST)
+def test_unused_bytes_may_hold_anything_where_heads_share_a_tile(lane: str) -> None:
+    check_unused_bytes(lane, FOLDED)
 
 
 def test_spare_rows_and_buffers_may_hold_anything(lane: str) -> None:
@@ -191,6 +201,21 @@ def test_layouts_change_nothing(lane: str) -> None:
     other = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     same, same_lse = fa_multi.attention(*other, device=lane, causal=True, return_lse=True, layout="bhsd")
     same_bits((out, lse), (same.transpose(1, 2), same_lse))
+
+
+@pytest.mark.parametrize("lane", FAST)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_page_sizes_change_nothing(lane: str, splits: int) -> None:
+    """Nor does it matter that some of them let key heads share a tile."""
+    q, k, v, keywords = on(lane, calls.paged(size=48, sq=2))
+    out, lse = run_paged(lane, (q, k, v, keywords), causal=True, num_splits=splits)
+    for size in (16, FOLDED):
+        parts = 48 // size
+        table = (keywords["block_table"][:, :, None] * parts + torch.arange(parts, device=k.device)).flatten(1).int()
+        cut = [x.reshape(-1, size, *x.shape[2:]) for x in (k, v)]
+        again = run_paged(lane, (q, *cut, {**keywords, "block_table": table}), causal=True, num_splits=splits)
+        nearly(again[0], out)
+        torch.testing.assert_close(again[1], lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lane", FAST)

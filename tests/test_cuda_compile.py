@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fa_multi.backends import Work
 from fa_multi.backends.cuda import emit, emit_ops, inspection, limits, planner, runtime
 
 import fa_multi
@@ -49,6 +51,10 @@ ADDRESSED = {
     "pages of 16, split": replace(spec(128, 128, causal=False, addressing=PAGED_16), split=True),
     "pages of 48 d96": spec(96, 96, addressing=replace(PAGED_16, page_size=48)),
     "chunks": spec(64, 64, addressing=Addressing("packed", "paged", 32, key_lengths=True)),
+    "pages of 1, heads folded": spec(128, 128, addressing=replace(PAGED_16, page_size=1, fold_heads=8)),
+    "cache, heads folded, split": replace(
+        spec(64, 64, addressing=Addressing(key_lengths=True, pack_group=True, fold_heads=2)), split=True
+    ),
     "cache": spec(128, 128, causal=False, lse=False, addressing=Addressing(key_lengths=True, pack_group=True)),
 }
 
@@ -74,11 +80,44 @@ def test_pages_without_boxes_take_the_portable_form() -> None:
         assert emit.lower(s, "sm_90a").form == ("roles" if roles else "portable")
 
 
-def test_splits_fill_the_multiprocessors() -> None:
-    plan = planner.few_rows_plan(128, 128)
+def work(batch: int, keys: int, queries: int = 1, heads_q: int = 32, heads_k: int = 8, foldable: bool = True) -> Work:
+    return Work(batch, queries, keys, heads_q, heads_k, foldable)
 
-    def splits(batch: int, keys: int) -> int:
-        return planner.choose_splits(plan, batch * 8 * plan.block_m, keys)
+
+def divided(page_size: int, work: Work, d: int = 128, arch: str = "sm_90a") -> tuple[AttentionSpec, int]:
+    group = work.heads_q > work.heads_k
+    addressing = Addressing("dense", "paged" if page_size else "dense", page_size, True, pack_group=group)
+    return runtime.CudaBackend().divide(spec(d, d, causal=False, lse=False, addressing=addressing), work, 0, arch)
+
+
+def test_heads_are_folded_where_that_alone_makes_boxes_or_rows_are_short() -> None:
+    def fold(*args: Any, **options: Any) -> int:
+        return divided(*args, **options)[0].addressing.fold_heads
+
+    assert [fold(page, work(64, 4096)) for page in (0, 1, 4, 8, 16)] == [1, 8, 8, 1, 1]
+    assert [fold(16, work(batch, 4096), d=64) for batch in (1, 7, 8, 64)] == [1, 1, 8, 8]
+    assert fold(1, work(64, 4096), arch="sm_80") == 1, "boxes are Hopper's"
+    assert fold(1, work(64, 4096, foldable=False)) == 1
+    assert [fold(1, work(64, 4096, queries=n)) for n in (2, 3)] == [8, 1], "64 rows to a tile"
+    assert [fold(1, work(64, 4096, heads_q=n, heads_k=n)) for n in (1, 4, 8, 24, 32)] == [1, 1, 8, 1, 32]
+
+
+def test_a_head_by_itself_takes_the_plan_for_few_queries() -> None:
+    for queries, few in ((1, True), (32, True), (33, False)):
+        chosen, _ = divided(16, work(64, 4096, queries=queries, heads_q=8))
+        assert chosen.addressing.pack_group == few
+
+
+def test_blocks_have_equally_many_tasks_where_that_idles_few_multiprocessors() -> None:
+    assert [planner.even_blocks(n, 132) for n in (512, 1024, 520, 132, 133, 300)] == [128, 128, 130, 132, 132, 132]
+    assert planner.even_blocks(7, 7) == 7
+
+
+def test_splits_fill_the_multiprocessors() -> None:
+    def splits(batch: int, keys: int, page_size: int = 0) -> int:
+        return divided(page_size, work(batch, keys))[1]
+
+    assert [splits(b, 32768, page_size=1) for b in (1, 8, 64)] == [128, 16, 2], "a task for all heads"
 
     assert [splits(b, 32768) for b in (1, 2, 4, 8)] == [16, 8, 4, 2], "128 of 132 multiprocessors, in one wave"
     assert splits(64, 8192) == 1, "many tasks need no splits"

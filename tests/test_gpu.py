@@ -8,6 +8,7 @@ from fa_multi.backends.cuda import runtime
 
 import fa_multi
 from fa_multi import reference
+from tests.calls import paged
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -151,6 +152,27 @@ def test_decode_waits_for_nothing_and_allocates_its_result_alone(splits: int) ->
         torch.cuda.set_sync_debug_mode("default")
     assert allocations() == before + 1
     assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize(
+    ("size", "hq", "hk", "d"),
+    [
+        pytest.param(1, 32, 8, 128, id="heads folded for small pages"),
+        pytest.param(16, 32, 8, 64, id="heads folded for short rows"),
+        pytest.param(16, 8, 8, 128, id="single heads"),
+        pytest.param(16, 16, 4, 256, id="wide heads"),
+    ],
+)
+def test_decode_in_every_form(size: int, hq: int, hk: int, d: int) -> None:
+    lengths = (0, 1, 700, 64, 333, 15, 16, 129)
+    *tensors, keywords = paged(lengths, size, hq=hq, hk=hk, d=d)
+    q, k, v = (x.to(DEVICE) for x in tensors)
+    keywords = {name: x.to(DEVICE) for name, x in keywords.items()}
+    for splits in (0, 1, 3):
+        out = fa_multi.attention_paged(q, k, v, num_splits=splits, **keywords)
+        for b, n in enumerate(lengths):
+            rows = [x[keywords["block_table"][b].long()].flatten(0, 1)[None, :n] for x in (k, v)]
+            check(q[b : b + 1], *rows, out[b : b + 1])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -14,6 +14,7 @@ from fa_multi.roles import Roles, cut
 from fa_multi.spec import AttentionSpec
 from fa_multi.tiles import Load, Mma, Op
 
+from .. import Work
 from .limits import CROSS_FLAGS, FRACTAL, L0_SLICE, MAX_ROWS, OUTSTANDING, LimitError
 from .lowering import lower_roles
 
@@ -60,10 +61,10 @@ def refusal(spec: Spec) -> str | None:
     return None
 
 
-def choose_splits(spec: AttentionSpec, arch: str, rows: int, keys: int) -> int:
+def choose_splits(spec: AttentionSpec, arch: str, work: Work) -> int:
     """As many splits as give every core a task, if each has keys enough."""
-    tasks = max(1, -(-rows // planned(spec, arch).plan.block_m))
-    return max(1, min(CORES[arch] // tasks, -(-keys // BLOCK_N) // SPLIT_TILES))
+    tasks = max(1, work.tasks(spec, planned(spec, arch).plan.block_m))
+    return max(1, min(CORES[arch] // tasks, -(-work.keys // BLOCK_N) // SPLIT_TILES))
 
 
 @functools.lru_cache(maxsize=256)

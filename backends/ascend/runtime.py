@@ -13,11 +13,12 @@ import torch
 
 from fa_multi.cache import store_text
 from fa_multi.plan import Plan
-from fa_multi.programs import CombineSpec, Spec
+from fa_multi.programs import Spec
 from fa_multi.roles import Roles
 from fa_multi.scalars import Var
+from fa_multi.spec import AttentionSpec
 
-from .. import Launch, Lowered
+from .. import Launch, Lowered, Work
 from . import compiler, limits, planner, toolchain
 from .emit import BUILDER, emit
 from .lowering import ring_name
@@ -54,8 +55,10 @@ class AscendBackend:
             raise ValueError(reason)
         return planner.planned(spec, arch or self.arch).plan
 
-    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
-        return 1 if isinstance(spec, CombineSpec) else planner.choose_splits(spec, self.arch, rows, keys)
+    def divide(
+        self, spec: AttentionSpec, work: Work, splits: int, arch: str | None = None
+    ) -> tuple[AttentionSpec, int]:
+        return spec, splits or planner.choose_splits(spec, arch or self.arch, work)
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         return lower(spec, arch or self.arch)

@@ -10,8 +10,9 @@ from fa_multi.plan import Plan
 from fa_multi.programs import CombineSpec, Spec, build, tensors
 from fa_multi.roles import cut
 from fa_multi.scalars import Var
+from fa_multi.spec import AttentionSpec
 
-from .. import Launch, Lowered
+from .. import Launch, Lowered, Work
 from .interpreter import execute
 
 # A score tile of this many elements, over all tasks in flight, stays in the second-level cache.
@@ -33,8 +34,10 @@ class CpuBackend:
     def plan(self, spec: Spec, arch: str | None = None) -> Plan:
         return self._plan(spec, BLOCK_M, BLOCK_N)
 
-    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
-        return 1  # every core is busy with one task already
+    def divide(
+        self, spec: AttentionSpec, work: Work, splits: int, arch: str | None = None
+    ) -> tuple[AttentionSpec, int]:
+        return spec, splits or 1  # every core is busy with one task already
 
     def _plan(self, spec: Spec, block_m: int, block_n: int) -> Plan:
         dim = spec.head_dim

@@ -16,9 +16,11 @@ from fa_multi.tiles import (
     Expr,
     Func,
     HeadValue,
+    KeyHead,
     Load,
     Loop,
     Map,
+    MaskHeads,
     MaskTile,
     Mma,
     Number,
@@ -164,7 +166,7 @@ class _Task:
         tile = self.tiles[op.tile]
         row = int(op.row0.eval(self.env)) + torch.arange(tile.shape[1])[:, None]
         row = row if op.group is None else row // int(op.group.eval(self.env))
-        col = int(op.col0.eval(self.env)) + torch.arange(tile.shape[2])[None, :]
+        col = int(op.col0.eval(self.env)) + torch.arange(tile.shape[2])[None, :] // op.fold
         hidden = torch.zeros(tile.shape[1:], dtype=torch.bool)
         for bound in op.interval.lower:
             hidden |= col < self.end(bound, row)
@@ -172,6 +174,10 @@ class _Task:
             hidden |= col >= self.end(bound, row)
         if hidden.any():
             tile.masked_fill_(hidden, float("-inf"))
+
+    def mask_heads(self, op: MaskHeads) -> None:
+        tile = self.tiles[op.tile]
+        tile.masked_fill_(torch.arange(tile.shape[2]) % op.heads != self.tiles[op.head].unsqueeze(-1), float("-inf"))
 
     def end(self, bound: Bound, row: torch.Tensor) -> torch.Tensor:
         value = bound.slope * row + int(bound.offset.eval(self.env))
@@ -212,6 +218,8 @@ class _Task:
             return self.head_value(e, dim, dst)
         if isinstance(e, Position):
             return self.position(e, dst)
+        if isinstance(e, KeyHead):
+            return self.key_head(e, dst)
         assert isinstance(e, Arith)
         in_place = out is not None and dst not in tiles_in(e.b)
         a = self.evaluate(e.a, dim, out if in_place else None, dst)
@@ -241,6 +249,12 @@ class _Task:
             index = (int(e.row0.eval(self.env)) + index) // int(e.group.eval(self.env))
         return (index + offset).float()[:, None] if e.axis == 0 else (index + offset).float()
 
+    def key_head(self, e: KeyHead, dst: Tile) -> torch.Tensor:
+        """(count, rows)"""
+        group = int(e.group.eval(self.env))
+        row = int(e.row0.eval(self.env)) + torch.arange(dst.shape[0])
+        return (row % group // (group // e.heads)).float().expand(self.count, -1).clone()
+
 
 def _column(index: Any) -> Any:
     """An index per task as a column, to be broadcast against rows."""
@@ -261,6 +275,7 @@ _OPS: dict[type, Callable[[_Task, Any], None]] = {
     Store: _Task.store,
     Mma: _Task.mma,
     MaskTile: _Task.mask,
+    MaskHeads: _Task.mask_heads,
     RowReduce: _Task.reduce,
     Cast: _Task.cast,
     Map: _Task.map,

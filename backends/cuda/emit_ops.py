@@ -14,9 +14,11 @@ from fa_multi.tiles import (
     Expr,
     Func,
     HeadValue,
+    KeyHead,
     Load,
     Loop,
     Map,
+    MaskHeads,
     MaskTile,
     Mma,
     Number,
@@ -127,6 +129,8 @@ def _expr_scalars(e: Expr) -> Iterator[Scalar]:
         yield from _expr_scalars(e.b)
     elif isinstance(e, Func):
         yield from _expr_scalars(e.a)
+    elif isinstance(e, KeyHead):
+        yield from (e.row0, e.group)
     elif isinstance(e, (HeadValue, Position)):
         yield from (e.index if isinstance(e, HeadValue) else (e.offset,))
         yield from (e.row0, *((e.group,) if e.group is not None else ()))
@@ -197,6 +201,9 @@ def print_tile_op(lines: Lines, op: Op, names: Names) -> None:
         lines.add(f"T.copy({op.src}, {op.dst})")
     elif isinstance(op, MaskTile):
         _print_mask(lines, op, names)
+    elif isinstance(op, MaskHeads):
+        with lines.block(parallel(op.tile)):
+            _keep(lines, op.tile, f"T.truncmod(c, {op.heads}) == {op.head}[r]")
     else:
         raise NotImplementedError(f"no kernel text for {type(op).__name__}: {op}")
 
@@ -218,11 +225,15 @@ def _print_mask(lines: Lines, op: MaskTile, names: Names) -> None:
         at = f"T.truncdiv({at}, {scalar_text(op.group, names)})"
     names = {**names, "row": at}
     ends = [_end(op.interval.lower, row, "max", names), _end(op.interval.upper, row, "min", names)]
-    column = f"{scalar_text(op.col0, names)} + c"
+    column = f"{scalar_text(op.col0, names)} + {'c' if op.fold == 1 else f'T.truncdiv(c, {op.fold})'}"
     tests = [f"{column} {sign} {end}" for sign, end in zip((">=", "<"), ends) if end]
     visible = tests[0] if len(tests) == 1 else f"T.And({', '.join(tests)})"
     with lines.block(parallel(op.tile)):
-        lines.add(f'{op.tile}[r, c] = T.if_then_else({visible}, {op.tile}[r, c], -T.infinity("float32"))')
+        _keep(lines, op.tile, visible)
+
+
+def _keep(lines: Lines, tile: Tile, visible: str) -> None:
+    lines.add(f'{tile}[r, c] = T.if_then_else({visible}, {tile}[r, c], -T.infinity("float32"))')
 
 
 def _end(bounds: Sequence[Bound], row: Scalar, join: str, names: Names) -> str:

@@ -12,7 +12,7 @@ from . import transfers
 from .printing import Lines, Names, bracketed, scalar_text
 
 THREADS = 128
-UNROLL = 8  # trips of a loop without products: so many of its loads are under way at once
+UNROLL, UNROLL_ROW = 8, 16  # trips of a loop without products (of one row): so many loads are under way at once
 HEADER = '''"""{title}
 
 Portable form: one block of threads per task. Generated; the tile program it comes from:
@@ -108,7 +108,8 @@ class _Kernel:
         trips = last if start == Const(0) else f"T.max({last} - ({first}), 0)"
         lines.add(f"# {'masked' if masked else 'wholly visible'} tiles")
         pipelined = any(isinstance(op, Mma) for op in loop.body)
-        header = f"T.Pipelined({trips}, num_stages=1)" if pipelined else f"T.unroll({trips}, unroll_factor={UNROLL})"
+        factor = UNROLL_ROW if self.plan.block_m == 1 else UNROLL
+        header = f"T.Pipelined({trips}, num_stages=1)" if pipelined else f"T.unroll({trips}, unroll_factor={factor})"
         with lines.block(f"for t in {header}:"):
             lines.add(f"{loop.var} = t" + ("" if start == Const(0) else f" + {first}"))
             for op in loop.body:

@@ -15,7 +15,7 @@ from fa_multi.tiles import Arith, Cast, Load, Loop, Map, MaskTile, Mma, Number, 
 from . import emit_ops as ops
 from . import transfers
 from .limits import registers
-from .planner import CudaPlan
+from .planner import GATHERER, CudaPlan
 from .printing import Lines, Names, scalar_text
 from .scheduling import BLOCKS, Fixed, Queue, queued
 
@@ -108,8 +108,7 @@ class _Kernel:
         self.roles, self.program, self.plan = roles, roles.program, roles.plan
         self.lines = Lines()
         self.channels = {c.tile: c for c in roles.channels}
-        self.private = [t for t in ops.operands(self.program) if t not in self.channels]
-        self.staging = {r: host for r, host in ops.staging(self.program).items() if host in self.channels}
+        self.staging = {} if any(r.role == GATHERER for r in roles.roles) else ops.staging(self.program)
         self.unclean = transfers.unclean(self.program)
         self.compute_threads = GROUP * self.plan.groups
         loop = next(op for op in self.program.body if isinstance(op, Loop))
@@ -134,7 +133,8 @@ class _Kernel:
             ):
                 self.body()
             lines.add("", "return main")
-        loaders = "warp 0 loads" if self.plan.loaders == 1 else "warps 0 and 1 load"
+        others = len(self.roles.roles) - 1
+        loaders = "warp 0 loads" if others == 1 else f"warps 0 to {others - 1} load"
         header = HEADER.format(title=self.program.name, loaders=loaders, groups=self.plan.groups, program=self.program)
         for tile in self.unclean:
             rows, columns = tile.shape
@@ -144,12 +144,12 @@ class _Kernel:
     def body(self) -> None:
         lines = self.lines
         lines.add(*ops.FOLLOW)
-        for tensor in [op.src.tensor for op in self.program.body if isinstance(op, Load) and op.dst in self.private]:
-            ops.assume_aligned(lines, tensor)
+        for op in self.program.body:
+            if isinstance(op, Load) and not transfers.box_rows(op.src, op.dst):
+                ops.assume_aligned(lines, op.src.tensor)
+                lines.add(f'gathered = T.alloc_local(({transfers.GATHERED}, {transfers.VECTOR}), "{op.dst.dtype}")')
         for c in self.channels.values():
             lines.add(f'{c.tile} = T.alloc_shared(({c.depth}, {_shape(c.tile)}), "{c.tile.dtype}")')
-        for t in self.private:
-            lines.add(f'{t} = T.alloc_shared(({_shape(t)}), "{t.dtype}")')
         deferred = {self.sum.reduce.dst} if self.sum else set()
         for t in ops.fragments(self.program):
             if t not in deferred:
@@ -274,6 +274,9 @@ class _Loader(_Role):
 
     def load(self, op: Load, trip: str) -> None:
         lines, names, slot = self.lines, self.trip_names(trip), self.slot(self.kernel.channels[op.dst], trip)[0]
+        if not transfers.box_rows(op.src, op.dst):
+            transfers.gather_rows(lines, op, f"{op.dst}[{slot}, r, column + c]", names)
+            return
         barrier = f"barrier={op.dst}_ready[{slot}]"
         if self.kernel.plan.read_once and op in self.kernel.loop.body:
             barrier += ', eviction_policy="evict_first"'
@@ -297,6 +300,8 @@ class _Loader(_Role):
 class _Compute(_Role):
     def task(self) -> None:
         lines, k = self.lines, self.kernel
+        if any(r.role == GATHERER for r in k.roles.roles):  # short tasks: read lengths before waiting for anything
+            self.require(*self.program.body)
         for op in _release_staged_last(k.roles.role("compute").body, k.staging):
             if isinstance(op, OverlappedLoop):
                 self.loop(op)
@@ -390,8 +395,6 @@ class _Compute(_Role):
             self.add_own_columns(k.sum, first)
         elif isinstance(op, Cast) and op.dst not in ops.fragments(self.program):
             pass  # the store rounds
-        elif isinstance(op, Load):
-            self.load(op, names)
         elif isinstance(op, Store):
             self.store(op, names)
         else:
@@ -407,21 +410,13 @@ class _Compute(_Role):
         with each, self.lines.block(f"for r, c in T.Parallel({rows}, 8):"):
             self.lines.add(f"{s.part}[r, c] = {s.part}[r, c] + {s.reduce.src}[r, n * 8 + c]")
 
-    # ---------------------------------------------------------------------------------------- shared memory
-
-    def load(self, op: Load, names: Names) -> None:
-        """A tile of this role alone, written where every warp is done with the task before."""
-        self.sync()
-        transfers.load_elements(self.lines, op, names)
-        self.sync(written=True)
+    # ---------------------------------------------------------------------------------------- results
 
     def sync(self, written: bool = False) -> None:
         """Wait for every compute warp; `written`: what they wrote is then there for TMA and for products."""
         if written:
             self.lines.add("T.fence_proxy_async()")
         self.lines.add(f"T.sync_threads(barrier_id={ALL_COMPUTE}, arrive_count={self.kernel.compute_threads})")
-
-    # ---------------------------------------------------------------------------------------- results
 
     def store(self, op: Store, names: Names) -> None:
         """A result leaves through the memory of an operand where it has one, in one piece where all its rows count."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from fa_multi.scalars import Binary, Const, Element, Scalar, Var
-from fa_multi.tiles import Arith, Expr, Func, HeadValue, Number, Position, Read
+from fa_multi.tiles import Arith, Expr, Func, HeadValue, KeyHead, Number, Position, Read
 
 LOG2E = 1 / math.log(2)
 Names = Mapping[str, str]
@@ -88,6 +88,9 @@ def expr_text(e: Expr, columns: bool, names: Names) -> str:
         return f"{tensor_name(e.tensor.name)}[{', '.join([*outer, head])}]"
     if isinstance(e, Position):
         return f'T.cast({_position(e, names)}, "float32")'
+    if isinstance(e, KeyHead):
+        group, row = scalar_text(e.group, names), f"{bracketed(scalar_text(e.row0, names))} + r"
+        return f'T.cast(T.truncdiv(T.truncmod({row}, {group}), T.truncdiv({group}, {e.heads})), "float32")'
     if isinstance(e, Func):
         if e.name == "exp":  # the hardware's exponential is base 2: log2(e) joins the constant factors
             return f"T.exp2({_scaled(e.a, LOG2E, columns, names)})"
@@ -104,7 +107,7 @@ def expr_text(e: Expr, columns: bool, names: Names) -> str:
 def _position(e: Position, names: Names) -> str:
     index = "rc"[e.axis]
     if e.group is not None:
-        index = f"T.truncdiv({scalar_text(e.row0, names)} + r, {scalar_text(e.group, names)})"
+        index = f"T.truncdiv({scalar_text(e.row0, names)} + {index}, {scalar_text(e.group, names)})"
     offset = scalar_text(e.offset, names)
     return index if offset == "0" else f"{offset} + {index}"
 

@@ -18,8 +18,9 @@ from fa_multi.cache import digest, store_text
 from fa_multi.plan import Plan
 from fa_multi.programs import Spec, tensors
 from fa_multi.scalars import Var
+from fa_multi.spec import AttentionSpec
 
-from .. import Launch, Lowered
+from .. import Launch, Lowered, Work
 from . import emit, emit_ops, limits, planner, scheduling
 
 KIND = "cuda"  # folder of the cache
@@ -124,7 +125,7 @@ def prepare(spec: Spec, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, 
     described = tensors(spec)
     strided = [x for name, x in inputs.items() if emit_ops.strided(described[name])]
     device = strided[0].device if strided else torch.device("cuda", torch.cuda.current_device())
-    return _Launcher(spec, inputs, sizes, device, _arch(device), strided)
+    return _Launcher(spec, inputs, sizes, device, arch_of(device), strided)
 
 
 class _Launcher:
@@ -187,6 +188,7 @@ class _Launcher:
 
 def _blocks(lowered: Lowered, shapes: Mapping[str, torch.Size], sizes: Mapping[str, int], device: torch.device) -> int:
     """Blocks of a persistent kernel: one per multiprocessor, but no more than there is work for."""
+    assert isinstance(lowered.roles.plan, planner.CudaPlan)
     known = dict(sizes)
     for tensor in lowered.program.tensors:
         for n, size in zip(tensor.shape, shapes.get(tensor.name, ())):
@@ -195,7 +197,8 @@ def _blocks(lowered: Lowered, shapes: Mapping[str, torch.Size], sizes: Mapping[s
     units = 1
     for _, extent in lowered.program.axes:
         units *= int(extent.eval(known))
-    return min(units, _multiprocessors(device))
+    most = min(units, _multiprocessors(device))
+    return planner.even_blocks(units, most) if lowered.roles.plan.read_once else most
 
 
 @functools.cache
@@ -204,14 +207,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def _arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
+    """The architecture of a device, as kernels are compiled for it."""
     return limits.arch_of(torch.cuda.get_device_capability(device))
 
 
 def _default_arch() -> str:
     """Of the current device, if there is one that can run kernels."""
     if _unavailable() is None:
-        return _arch(torch.device("cuda", torch.cuda.current_device()))
+        return arch_of(torch.device("cuda", torch.cuda.current_device()))
     return limits.DEFAULT_ARCH
 
 
@@ -232,8 +236,19 @@ class CudaBackend:
     def plan(self, spec: Spec, arch: str | None = None) -> Plan:
         return self.lower(spec, arch).roles.plan
 
-    def choose_splits(self, spec: Spec, rows: int, keys: int) -> int:
-        return planner.choose_splits(self.plan(spec), rows, keys)
+    def divide(
+        self, spec: AttentionSpec, work: Work, splits: int, arch: str | None = None
+    ) -> tuple[AttentionSpec, int]:
+        arch = arch or _default_arch()
+        spec = planner.grouped(spec, work)
+        folded = planner.folded(spec, work)
+        if (
+            folded is not None
+            and emit.has_roles(folded, arch)
+            and planner.prefers(folded, work, emit.has_roles(spec, arch))
+        ):
+            spec = folded
+        return spec, splits or planner.choose_splits(spec, self.plan(spec, arch), work)
 
     def lower(self, spec: Spec, arch: str | None = None) -> Lowered:
         return emit.lower(spec, arch or _default_arch())
@@ -249,7 +264,7 @@ def _unavailable() -> str | None:
         return "no CUDA device: " + (
             "the driver sees none (nvidia-smi)" if built else f"this torch ({torch.__version__}) is built without CUDA"
         )
-    reason = limits.unknown_arch(_arch(torch.device("cuda", torch.cuda.current_device())))
+    reason = limits.unknown_arch(arch_of(torch.device("cuda", torch.cuda.current_device())))
     if reason:
         return reason
     if importlib.util.find_spec("tilelang") is None:

@@ -21,9 +21,9 @@ TICKETS = 2  # numbers in device memory: tasks given out, and blocks that are do
 
 def queued(roles: Roles) -> Channel | None:
     """The channel that tasks travel with, if they come from a queue: where batch entries have unequal numbers of tasks,
-    and something is loaded once per task."""
+    and one role loads, something once per task."""
     program = roles.program
-    if program.ragged is None or program.ragged[0] != program.axes[-1][0]:
+    if program.ragged is None or program.ragged[0] != program.axes[-1][0] or len(roles.roles) > 2:
         return None
     return next((c for c in roles.channels if not c.per_trip), None)
 

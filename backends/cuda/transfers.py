@@ -16,6 +16,8 @@ from fa_multi.tiles import Access, Fill, Load, Mma, Program, Store, Tile, walk
 from .emit_ops import index, parallel
 from .printing import Lines, Names, bracketed, scalar_text, tensor_name
 
+WARP, VECTOR = 32, 8  # threads, and elements of 16 bits that a thread moves at once
+GATHERED = 8  # of those moves, under way together
 SWIZZLE_ROWS = 8  # a box of so many rows keeps the pattern of a swizzled tile
 
 
@@ -96,8 +98,8 @@ def read_table(lines: Lines, op: Load, names: Names) -> None:
         lines.add(f"pages[n] = {_page(a, f'{row} + n * {box}', names)}")
 
 
-def element_text(access: Access, names: Names, divided: bool = False) -> str:
-    """Element (r, c) of an access of any kind; `divided`: see `divided_rows`."""
+def element_text(access: Access, names: Names, divided: bool = False, column: str = "c") -> str:
+    """Element (r, column) of an access of any kind; `divided`: see `divided_rows`."""
     a = access
     row = f"{scalar_text(a.row0, names)} + r"
     place = _places(a, names)
@@ -108,7 +110,7 @@ def element_text(access: Access, names: Names, divided: bool = False) -> str:
         row, head = ("row_seq[r]", "row_head[r]") if divided else (seq, head)
         place |= {"head": f"{place['head']} + {head}"}
     begin = scalar_text(a.begin, names)
-    place |= {"seq": row if begin == "0" else f"{begin} + {row}", "dim": "c"}
+    place |= {"seq": row if begin == "0" else f"{begin} + {row}", "dim": column}
     return f"{tensor_name(a.tensor.name)}[{', '.join(place[d] for d in a.tensor.dims)}]"
 
 
@@ -154,6 +156,28 @@ def load_elements(lines: Lines, op: Load, names: Names) -> None:
     valid, element = valid_text(op.src, op.dst, names), element_text(op.src, names)
     with lines.block(parallel(op.dst)):
         lines.add(f'{index(op.dst)} = T.if_then_else({valid}, {element}, T.cast(0, "{op.dst.dtype}"))')
+
+
+def gather_rows(lines: Lines, op: Load, place: str, names: Names) -> None:
+    """The rows of an access by one warp, 8 elements a thread, to element (r, column + c) of shared memory, through
+    `gathered`, so that loads are under way together. Rows past the access keep what was there: a row of queries is
+    alone with itself."""
+    chunks, width = op.dst.shape[1] // VECTOR, op.src.tensor.shape[-1]
+    rows, element = scalar_text(op.src.rows, names), element_text(op.src, names, column="column + c")
+    if width != Const(op.dst.shape[1]):
+        element = f'T.if_then_else(column < {width}, {element}, T.cast(0, "{op.dst.dtype}"))'
+
+    def move(text: str) -> None:
+        with lines.block(f"for n in T.unroll({GATHERED}):"):
+            lines.add(f"chunk = (step * {GATHERED} + n) * {WARP} + thread % {WARP}")
+            lines.add(f"r = T.truncdiv(chunk, {chunks})", f"column = T.truncmod(chunk, {chunks}) * {VECTOR}")
+            with lines.block(f"if r < {rows}:"), lines.block(f"for c in T.vectorized({VECTOR}):"):
+                lines.add(text)
+
+    with lines.block(f"for step in T.serial(T.ceildiv({bracketed(rows)} * {chunks}, {GATHERED * WARP})):"):
+        move(f"gathered[n, c] = {element}")
+        move(f"{place} = gathered[n, c]")
+    lines.add("T.fence_proxy_async()")
 
 
 def store_elements(lines: Lines, op: Store, source: str, names: Names) -> None:

@@ -39,16 +39,18 @@ class CombineSpec:
     """out = sum of exp(lse_j - lse) * partial_j, lse = log of the sum of exp(lse_j), over parts j.
 
     dtype: of out. head_dim: columns. sink: add one more logit per head to the denominator. return_lse: write lse.
+    few_rows: there are few queries, and so many parts that reading them one after the other is what takes time.
     """
 
     dtype: str
     head_dim: int
     sink: bool = False
     return_lse: bool = True
+    few_rows: bool = False
 
     def name(self) -> str:
         """Short identifier, used for kernels and files."""
-        flags = (["sink"] if self.sink else []) + (["lse"] if self.return_lse else [])
+        flags = [name for name in ("sink", "few_rows") if getattr(self, name)] + (["lse"] if self.return_lse else [])
         return "_".join(["combine", self.dtype, f"d{self.head_dim}", *flags])
 
 

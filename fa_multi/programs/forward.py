@@ -29,9 +29,11 @@ from ..tiles import (
     Expr,
     Fill,
     HeadValue,
+    KeyHead,
     Load,
     Loop,
     Map,
+    MaskHeads,
     MaskTile,
     Mma,
     Number,
@@ -66,11 +68,12 @@ def forward(spec: AttentionSpec, plan: Plan) -> Program:
     """The program of `spec`, in the tiles of `plan`. Its tensors are those of `addressing.tensors`."""
     where, args = layout(spec, plan.block_m), tensors(spec)
     visible = spec.mask.interval(where.len_q, where.len_k)
-    tile_lets = _tile_lets(where, visible, plan.block_n)
+    tile_lets = _tile_lets(where, visible, plan.block_n // spec.addressing.fold_heads)
     trips = TILE_HI - TILE_LO if visible.lower or spec.split else TILE_HI
     tiles = _Tiles(spec, plan)
     ops: list[Op] = [
         Load(tiles.q, where.rows(args["q"])),
+        *([] if tiles.fold == 1 else [Map(tiles.head, KeyHead(ROW0, GROUP, tiles.fold))]),
         Map(tiles.m, Number(LOWEST_MAX)),
         Map(tiles.l, Number(0.0)),
         Map(tiles.acc, Number(0.0)),
@@ -101,13 +104,14 @@ class _Tiles:
 
     def __init__(self, spec: AttentionSpec, plan: Plan) -> None:
         m, n, d, dv = plan.block_m, plan.block_n, plan.head_dim, plan.head_dim_v
-        self.spec, self.block_n = spec, n
+        self.spec, self.fold = spec, spec.addressing.fold_heads
+        self.keys = n // self.fold  # positions of a key tile
         self.q, self.k = Tile("q", (m, d), spec.dtype), Tile("k", (n, d), spec.dtype)
         self.v, self.p = Tile("v", (n, dv), spec.dtype), Tile("p", (m, n), spec.dtype)
         self.s, self.acc = Tile("s", (m, n), "float32"), Tile("acc", (m, dv), "float32")
         self.out = self.acc if spec.split else Tile("out", (m, dv), spec.dtype)
-        self.m, self.m_prev, self.alpha, self.row_sum, self.l, self.m_sink, self.lse = (
-            Tile(name, (m,), "float32") for name in ("m", "m_prev", "alpha", "row_sum", "l", "m_sink", "lse")
+        self.m, self.m_prev, self.alpha, self.row_sum, self.l, self.m_sink, self.lse, self.head = (
+            Tile(name, (m,), "float32") for name in ("m", "m_prev", "alpha", "row_sum", "l", "m_sink", "lse", "head")
         )
         self.scale = 1.0 if spec.softcap or spec.alibi else spec.softmax_scale
 
@@ -145,13 +149,14 @@ def _phases(bounded_below: bool, trips: Scalar) -> tuple[Phase, ...]:
 
 def _loop_body(t: _Tiles, where: Layout, visible: Interval, args: dict[str, Tensor]) -> tuple[Op, ...]:
     """One key tile: scores, running maximum and sum, probabilities, output."""
-    col0 = (TILE_HI - 1 - J) * t.block_n
-    count = minimum(where.len_k - col0, t.block_n)
+    col0 = (TILE_HI - 1 - J) * t.keys
+    count = minimum(where.len_k - col0, t.keys)
     return (
         Load(t.k, where.keys(args["k"], col0, count)),
         Mma(t.s, t.q, t.k, transpose_b=True),
         *_score_ops(t, where, col0),
-        MaskTile(t.s, visible, ROW0, col0, where.group),
+        *([] if t.fold == 1 else [MaskHeads(t.s, t.head, t.fold)]),
+        MaskTile(t.s, visible, ROW0, col0, where.group, t.fold),
         Map(t.m_prev, Read(t.m)),
         RowReduce(t.m, t.s, "max", accumulate=True),
         Map(t.alpha, exp(_scaled(Read(t.m_prev) - t.m, t.scale))),
@@ -183,7 +188,8 @@ def _score_ops(t: _Tiles, where: Layout, col0: Scalar) -> list[Op]:
         head = H if where.group is None else H * GROUP
         slope = HeadValue(ALIBI_SLOPES, (B, head), ROW0, where.group)
         score = Read(t.s) if spec.softcap else Read(t.s) * spec.softmax_scale
-        ops.append(Map(t.s, score - absolute(row - Position(1, col0)) * slope))
+        key = Position(1, col0) if t.fold == 1 else Position(1, col0, group=Const(t.fold))
+        ops.append(Map(t.s, score - absolute(row - key) * slope))
     return ops
 
 
