@@ -183,7 +183,7 @@ def readdressed(request: Request, spec: AttentionSpec) -> Request:
 
 def foldable(x: torch.Tensor) -> bool:
     """Do the heads of consecutive positions of a cache lie one after the other?"""
-    return x.stride(-1) == 1 and x.stride(1) == x.shape[2] * x.stride(2)
+    return x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2] * x.stride(2))
 
 
 # Up to this many queries, the heads of a group share a tile; beyond it, the tile is full enough.

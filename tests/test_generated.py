@@ -76,6 +76,11 @@ def test_heads_are_folded_where_they_lie_side_by_side_alone(folded: list[bool]) 
     for k, v in caches.values():
         torch.testing.assert_close(fa_multi.attention_paged(q, k, v, **keywords), want)
     assert folded == [True, False, True, False, True]
+    q, k, v, keywords = paged(size=1)
+    want = fa_multi.attention_paged(q, k, v, **keywords)
+    alone = [x.as_strided(x.shape, (x.stride(0), 8, *x.stride()[2:])) for x in (k, v)]  # an unused stride
+    torch.testing.assert_close(fa_multi.attention_paged(q, *alone, **keywords), want)
+    assert folded[5:] == [True, True]
 
 
 @pytest.mark.sim
