@@ -104,7 +104,7 @@ def roles_plan(spec: AttentionSpec) -> CudaPlan:
 def few_rows_plan(d: int, dv: int, fold_heads: int = 1) -> CudaPlan:
     """The plan for few queries, as in decode, where the loads are all that matters. The values of a tile are needed a
     trip later than its keys, so they have more slots; more than these are slower, most of all where pages are small
-    (benchmarks/results/decode_tuning_h200.txt). A depth that is no power of two costs a division, which does not show."""
+    (benchmarks/results/decode_tuning_h200.txt). The division that a depth of 3 costs does not show."""
     wide = fold_heads > 1 and max(d, dv) <= 128
     if max(d, dv) <= 64:
         slots = (3, 4) if wide else (8, 8)
