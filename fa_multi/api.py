@@ -15,7 +15,6 @@ from .backends import Backend, Lowered, Work
 from .calls import Call, Request, Result, call_key, find, remember
 from .programs import CombineSpec
 from .requests import Lengths, Options
-from .spec import AttentionSpec
 
 
 def attention(
@@ -264,7 +263,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: Devic
     """
     try:
         lane, _ = parse_device(device, q)
-        return backends.get(lane).supports(_spec(q, k, v, dict(options)))
+        return backends.get(lane).supports(_request(q, k, v, dict(options))[0].spec)
     except (TypeError, ValueError) as error:
         return str(error)
 
@@ -285,12 +284,14 @@ def lower(
     channels, printable) and `.source` (the kernel text).
     """
     lane, _ = parse_device(device, q)
-    spec = _spec(q, k, v, dict(options))
+    request, cached = _request(q, k, v, dict(options))
     backend = backends.get(lane)
-    reason = backend.supports(spec, arch)
+    reason = backend.supports(request.spec, arch)
     if reason:
         raise ValueError(reason)
-    return backend.lower(_spec(q, k, v, dict(options), backend, arch), arch)
+    if cached is not None:
+        request = _divided(request, backend, *cached, arch)
+    return backend.lower(request.kernel(), arch)
 
 
 def unavailable(device: str) -> str | None:
@@ -327,15 +328,11 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _spec(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    given: dict[str, Any],
-    backend: Backend | None = None,
-    arch: str | None = None,
-) -> AttentionSpec:
-    """The spec of the entry point that takes these keyword arguments; with a backend, as that divides the work."""
+def _request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
+) -> tuple[Request, tuple[Work, int, int] | None]:
+    """The request of the entry point that takes these keyword arguments, and of one against a cache what `_divided`
+    needs."""
     common = {f.name: given.pop(f.name, f.default) for f in fields(Options)}
     lengths = {f.name: given.pop(f.name, None) for f in fields(Lengths)}
     paged = "cache_seqlens" in given or lengths["block_table"] is not None
@@ -348,15 +345,11 @@ def _spec(
         raise TypeError(f"unexpected argument {min(given)!r}")
     if paged:
         request = requests.paged(q, k, v, Lengths(**lengths), max_seqlen_q, options)
-        if backend is None:
-            return request.spec
-        work = _work(request, q, k, v, Lengths(**lengths))
-        request = _divided(request, backend, work, splits[0], splits[1], arch)
-        return request.spec if request.splits == 1 else replace(request.spec, split=True, return_lse=False)
+        return request, (_work(request, q, k, v, Lengths(**lengths)), splits[0], splits[1])
     if lengths["cu_seqlens_q"] is not None:
         bound = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-        return requests.varlen(q, k, v, Lengths(**lengths), bound, options).spec
-    return requests.dense(q, k, v, layout, options).spec
+        return requests.varlen(q, k, v, Lengths(**lengths), bound, options), None
+    return requests.dense(q, k, v, layout, options), None
 
 
 _SPLIT_OPTIONS = ("num_splits", "fixed_split_size")

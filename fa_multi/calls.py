@@ -41,6 +41,10 @@ class Request:
     sizes: Mapping[str, int] = field(default_factory=dict)
     splits: int = 1
 
+    def kernel(self) -> AttentionSpec:
+        """The spec of the kernel that is launched: of the partial results where the keys are split."""
+        return self.spec if self.splits == 1 else replace(self.spec, split=True, return_lse=False)
+
 
 class Call:
     """A request with its kernel loaded for one device. What the key of a call determines is settled here, since a call
@@ -68,9 +72,8 @@ class Call:
                 spec.dtype, spec.head_dim_v, spec.sink, spec.return_lse, few_rows=spec.addressing.pack_group
             )
             self.combine = backend.prepare(joined, {"sink": inputs["sink"]} if spec.sink else {}, {})
-            spec = replace(spec, split=True, return_lse=False)
             inputs.pop("sink", None)
-        self.launch = backend.prepare(spec, inputs, sizes)
+        self.launch = backend.prepare(request.kernel(), inputs, sizes)
 
     def __call__(self, tensors: Tensors, out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
         request = self.request

@@ -10,7 +10,7 @@ import torch
 
 from . import arguments as check
 from .calls import Request, Tensors, as_it_is, unit_last
-from .spec import Addressing, AttentionSpec
+from .spec import FEW_QUERIES, Addressing, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def paged(
         "paged" if table is not None else "dense",
         k.shape[1] if table is not None else 0,
         key_lengths=used is not None,
-        pack_group=heads != k.shape[2] and rows <= FEW_ROWS,
+        pack_group=heads != k.shape[2] and rows <= FEW_QUERIES,
     )
     spec = options.spec(q, v, batch, heads, addressing)
     if packed:
@@ -184,10 +184,6 @@ def readdressed(request: Request, spec: AttentionSpec) -> Request:
 def foldable(x: torch.Tensor) -> bool:
     """Do the heads of consecutive positions of a cache lie one after the other?"""
     return x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2] * x.stride(2))
-
-
-# Up to this many queries, the heads of a group share a tile; beyond it, the tile is full enough.
-FEW_ROWS = 32
 
 
 def _packed_request(

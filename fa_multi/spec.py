@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from .masks import Mask
 
+FEW_QUERIES = 32  # up to so many per sequence, heads share a tile's rows; beyond, the tile is full enough
+
 
 @dataclass(frozen=True)
 class Addressing:

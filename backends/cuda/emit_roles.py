@@ -18,8 +18,9 @@ from .limits import registers
 from .planner import GATHERER, CudaPlan
 from .printing import Lines, Names, scalar_text
 from .scheduling import BLOCKS, Fixed, Queue, queued
+from .transfers import WARP
 
-WARP, GROUP = 32, 128  # threads
+GROUP = 128  # threads
 # Named barriers. 0 to 7 are the compiler's; 8 and 9 are the turns of two warpgroups.
 ALL_COMPUTE = 10
 OWN_GROUP = 11  # and on, one per warpgroup (threads 128 and on)
@@ -108,7 +109,8 @@ class _Kernel:
         self.roles, self.program, self.plan = roles, roles.program, roles.plan
         self.lines = Lines()
         self.channels = {c.tile: c for c in roles.channels}
-        self.staging = {} if any(r.role == GATHERER for r in roles.roles) else ops.staging(self.program)
+        self.gathers = any(r.role == GATHERER for r in roles.roles)
+        self.staging = {} if self.gathers else ops.staging(self.program)
         self.unclean = transfers.unclean(self.program)
         self.compute_threads = GROUP * self.plan.groups
         loop = next(op for op in self.program.body if isinstance(op, Loop))
@@ -225,7 +227,7 @@ class _Role:
         return f"{tile}[{self.slot(c, trip)[0]}, :, :]" if c else tile.name
 
     def run(self) -> None:
-        """One task, or nothing where it has no rows: both roles then skip it alike."""
+        """One task, or nothing where it has no rows: all roles then skip it alike."""
         if self.program.ragged is None:
             self.task()
             return
@@ -300,7 +302,7 @@ class _Loader(_Role):
 class _Compute(_Role):
     def task(self) -> None:
         lines, k = self.lines, self.kernel
-        if any(r.role == GATHERER for r in k.roles.roles):  # short tasks: read lengths before waiting for anything
+        if k.gathers:  # short tasks: read lengths before waiting for anything
             self.require(*self.program.body)
         for op in _release_staged_last(k.roles.role("compute").body, k.staging):
             if isinstance(op, OverlappedLoop):

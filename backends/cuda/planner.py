@@ -8,19 +8,20 @@ from types import MappingProxyType
 
 from fa_multi.plan import Plan
 from fa_multi.programs import CombineSpec, Spec
-from fa_multi.spec import AttentionSpec
+from fa_multi.spec import FEW_QUERIES, AttentionSpec
 from fa_multi.tiles import Load, Op
 
 from .. import Work
 from .limits import SHARED_BYTES, SHARED_RESERVE
 from .transfers import box_rows
 
+GATHERER = "query loader"  # the role that loads query rows which no box holds
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 256
 PADDED = (32, 64, 96, 128, 192, 256)  # columns on chip: whole swizzle atoms of 32 or 64 elements
 MULTIPROCESSORS = 132  # of an H100 or H200; others are near enough for a number of splits
 MAX_SPLITS = 128
-FEW_ROWS = 64  # of a tile of few queries; the products take no fewer
+TILE_ROWS = 64  # of a tile of few queries; the products take no fewer
 MAX_FOLD = 32  # a tile of keys is at least as wide
 FEW_SEQUENCES = 8  # below that, folded heads make more than 16 parts
 # Times, as rows of keys and values that a multiprocessor reads meanwhile: of a task's start and end, of a combination,
@@ -49,9 +50,6 @@ class CudaPlan(Plan):
         names = {"late rescale": self.late_rescale, "pinned": self.pin, "keys read once": self.read_once}
         loaders = [f"{self.loaders} loaders"] if self.loaders > 1 else []
         return ", ".join([super().__str__(), *(name for name, on in names.items() if on), *loaders])
-
-
-GATHERER = "query loader"
 
 
 def role_of(plan: CudaPlan, op: Op) -> str:
@@ -113,7 +111,7 @@ def few_rows_plan(d: int, dv: int, fold_heads: int = 1) -> CudaPlan:
     else:
         slots = (2, 3)
     depth, keys = {"q": 2, "k": slots[0], "v": slots[1]}, 128 if wide else 64
-    plan = _hopper(d, dv, FEW_ROWS, keys, groups=1, ping_pong=False)
+    plan = _hopper(d, dv, TILE_ROWS, keys, groups=1, ping_pong=False)
     return replace(plan, depth=MappingProxyType(depth), read_once=True, loaders=2)
 
 
@@ -128,14 +126,14 @@ def _hopper(
 
 def grouped(spec: AttentionSpec, work: Work) -> AttentionSpec:
     """The spec for few queries, as if a single head were a group of heads, if the queries are few."""
-    few = work.heads_q == work.heads_k and work.queries <= FEW_ROWS // 2
+    few = work.heads_q == work.heads_k and work.queries <= FEW_QUERIES
     return replace(spec, addressing=replace(spec.addressing, pack_group=True)) if few else spec
 
 
 def folded(spec: AttentionSpec, work: Work) -> AttentionSpec | None:
     """The spec with all heads of a position in one tile, if they are as many as a tile takes."""
     heads = work.heads_k
-    fits = work.queries * work.heads_q <= FEW_ROWS and MAX_FOLD % heads == 0
+    fits = work.queries * work.heads_q <= TILE_ROWS and MAX_FOLD % heads == 0
     if heads == 1 or not (work.foldable and fits):
         return None
     return replace(spec, addressing=replace(spec.addressing, pack_group=True, fold_heads=heads))
